@@ -1,0 +1,60 @@
+# make demo    train a small net on real data three ways and compare them (examples/train_digits.py)
+# make test    run the tests
+#
+# Both make .venv and install into it what constraints.txt pins, once. To use an environment that you have, name its
+# interpreter: `make test PYTHON=python`. Then nothing is created or installed, fxgraph itself need not be either.
+
+.PHONY: help demo test lint format typecheck env clean
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+# Makes .venv; any CPython from 3.10 to 3.13 with the venv module.
+BASE_PYTHON ?= python3
+DEMO_ARGS ?=
+# A file's tests stay together, in order, in one process: the same run every time.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+ifeq ($(strip $(PYTHON)),)
+RUN := $(VENV)/bin/python
+ENV := $(VENV)/.installed
+else
+RUN := $(PYTHON)
+ENV :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+help:
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(ENV)
+	$(RUN) examples/train_digits.py $(DEMO_ARGS)
+
+test: $(ENV)
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(ENV)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(ENV)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+typecheck: $(ENV)
+	$(RUN) -m mypy
+
+env: $(ENV)
+
+# The build's own requirement comes first and from the same pins, so that the second step needs no isolated build
+# environment, which would take whatever is newest.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(BASE_PYTHON) -m venv --clear $(VENV) || { \
+	    rm -rf $(VENV); echo "make: no venv: install Python's venv module (Debian: python3-venv), or name an" \
+	    "interpreter that has torch: make $(MAKECMDGOALS) PYTHON=python" >&2; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt hatchling
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	    --editable '.[examples,test,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,92 @@
+"""AOTAutograd: joint graph export, its metadata, partition, and views made again outside of a graph.
+
+``torch._functorch.aot_autograd.aot_export_joint_with_descriptors`` traces forward and backward into one aten graph whose
+placeholders and outputs carry descriptors; ``_functorch/_aot_autograd/schemas.py`` describes the metadata;
+``_functorch/partitioners.py`` cuts the joint graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import descriptors, schemas
+from torch._functorch._aot_autograd.functional_utils import gen_alias_from_base
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, default_partition
+
+OutputType = schemas.OutputType
+TangentAOTInput = descriptors.TangentAOTInput
+
+# torch decomposes these in Python while tracing (py_impl on the composite key), into ops that eager does not run: other
+# kernels, other rounding, other draws of the random generator. Without the Python entry the C++ composite runs, as in eager.
+_DECOMPOSED = ("dropout", "lstm", "gru", "rnn_tanh", "rnn_relu")
+_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """While tracing inside, composite ops decompose as eager's C++ does."""
+    removed: list[tuple[Any, Any, Any]] = []
+    packets = [getattr(torch.ops.aten, name) for name in _DECOMPOSED]
+    try:
+        for op in [getattr(packet, name) for packet in packets for name in packet.overloads()]:
+            for key in _KEYS:
+                if key in op.py_kernels:
+                    removed.append((op, key, op.py_kernels.pop(key)))
+                    op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, Any]:
+    """Joint forward/backward aten graph of a torch-level graph on these inputs, and its ``ViewAndMutationMeta``.
+
+    The inputs may be real tensors: only their metadata is used. Without an input that requires grad, or under ``no_grad``,
+    the graph has the forward alone. Mutations that autograd need not see are ``copy_`` nodes in the graph.
+    """
+    with (
+        contextlib.ExitStack() as stack,
+        eager_kernels(),
+        functorch_config.patch(functionalize_rng_ops=False),
+        torch._guards.tracing(None),
+    ):
+        joint = aot_export_joint_with_descriptors(stack, graph, inputs, keep_inference_input_mutations=True)
+        return joint.graph_module, joint._aot_state.fw_metadata
+
+
+def partition(joint: torch.fx.GraphModule, num_forward: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Forward graph (its last outputs are the saved values) and backward graph (saved values, then tangents)."""
+    forward, backward = default_partition(
+        joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[]
+    )
+    return forward, backward
+
+
+def extract(
+    joint: torch.fx.GraphModule, inputs: list[torch.fx.Node], outputs: list[torch.fx.Node | None]
+) -> torch.fx.GraphModule:
+    """The part of a graph between some nodes.
+
+    Raises:
+        AssertionError: (torch's own) if an output needs a placeholder that is not among the inputs.
+    """
+    descs = [None] * len(outputs)
+    graph = _extract_graph_with_inputs_outputs(joint.graph, inputs, outputs, descs, "backward")  # type: ignore[arg-type]
+    return torch.fx.GraphModule(joint, graph)
+
+
+def view_again(
+    base: torch.Tensor, like: torch.Tensor, requires_grad: bool, view_metas: Any
+) -> torch.Tensor:
+    """The view of ``base`` that the traced program returned, made by autograd-visible view ops."""
+    return gen_alias_from_base(base, like, requires_grad, view_metas, replay_views=True)
+
+
+__all__ = ["OutputType", "TangentAOTInput", "eager_kernels", "export_joint", "extract", "partition", "view_again"]

@@ -1,0 +1,28 @@
+"""What autograd's engine tells a running node, and version counters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+"""``keep_graph() -> bool``, inside a backward: was it called with ``retain_graph=True``?"""
+
+
+@contextlib.contextmanager
+def preserve_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """In-place writes inside leave the tensors' version counters as they were."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        yield
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """No autocast inside: an aten graph has its casts already."""
+    guard = torch._C._DisableAutocast()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del guard

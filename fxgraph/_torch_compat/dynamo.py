@@ -1,0 +1,130 @@
+"""Dynamo's full-graph capture: ``torch._dynamo.convert_frame.fullgraph_capture`` and the guards it yields.
+
+The same path serves ``torch.compile(...).aot_compile`` in torch itself. What comes out: an FX graph of torch-level calls, the
+places in the user's objects where its inputs are found, guards over all Python state that was read, and bytecode that finds
+the inputs, calls the graph, redoes the Python side effects and rebuilds the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo import convert_frame, exc, output_graph
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+Unsupported = exc.Unsupported
+"""Dynamo cannot read a piece of Python (a graph break)."""
+OpFailed = exc.TorchRuntimeError
+"""An op failed on the fake inputs, as it would on real ones."""
+ReadErrors = (exc.TorchDynamoException,)
+
+# Dynamo's defaults trade these checks for speed; a capture that outlives its assumptions would be silently wrong.
+# allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured kernels.
+_STRICT: dict[str, Any] = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "specialize_int": True,
+    "specialize_float": True,
+    "allow_rnn": True,
+}
+
+
+@contextlib.contextmanager
+def strict(**more: Any) -> Iterator[None]:
+    """Dynamo with every guard on and static shapes; ``more`` are further ``torch._dynamo.config`` fields."""
+    with torch._dynamo.config.patch({**_STRICT, **more}):
+        yield
+
+
+class Reading:
+    """One reading of the user's Python.
+
+    Attributes:
+        graph: torch-level graph with one placeholder per tensor found, or None where no tensor op ran.
+        sources: for each placeholder, the Python expression that finds it, such as ``L['self']._parameters['weight']``.
+    """
+
+    def __init__(self, function: types.FunctionType, capture: Any) -> None:
+        self._function = function
+        self._capture = capture
+        backend_input = capture.backend_input
+        self.graph: torch.fx.GraphModule | None = None
+        self.sources: list[str] = []
+        if backend_input is not None:
+            self.graph = backend_input.graph_module
+            for node in self.graph.graph.find_nodes(op="placeholder"):
+                name = getattr(node, "_dynamo_source", None)
+                name = name.name if name is not None else node.name
+                self.sources.append(name() if callable(name) else name)
+        with get_metrics_context(), dynamo_timed("fxgraph_guards"), _tracing(backend_input), strict():
+            manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
+        self.check: Callable[[dict[str, Any]], bool] = manager.check
+        self._manager = manager
+
+    def bind(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
+        """A function with the original's arguments (``self`` first for methods) that calls ``run_graph`` for the graph."""
+        output: Any = self._capture.graph_capture_output
+        env = output.get_runtime_env()
+        missing = {n: self._function.__globals__[n] for n in env.external_refs if n in self._function.__globals__}
+        bound: Callable[..., Any] = self._capture.forward_callable(compiled_fn=run_graph, extra_globals=missing)
+        return bound
+
+    def why_not(self, local_names: dict[str, Any]) -> str:
+        """The guards that fail, one per line."""
+        parts = self._manager.check_verbose(local_names).verbose_code_parts
+        return "\n".join(" ".join(str(part).split()) for part in parts)
+
+
+def _tracing(backend_input: Any) -> contextlib.AbstractContextManager[Any]:
+    if backend_input is None:
+        return contextlib.nullcontext()
+    return torch._guards.tracing(torch._guards.TracingContext(backend_input.fake_mode))
+
+
+def read(
+    function: types.FunctionType | types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], **config: Any
+) -> Reading:
+    """Read one call of a Python function or bound method into a graph.
+
+    Raises:
+        Unsupported: a piece of Python that does not fit into one graph.
+        OpFailed: an op that fails on these inputs.
+    """
+    plain = function.__func__ if isinstance(function, types.MethodType) else function
+    assert isinstance(plain, types.FunctionType), f"read() got a {type(plain).__name__}"
+    with (
+        strict(**config),
+        get_metrics_context(),
+        dynamo_timed("fxgraph_read"),
+        torch_function_mode_stack_state_mgr,
+        _quiet_backends(),
+    ):
+        capture = convert_frame.fullgraph_capture(function, args, kwargs)
+    return Reading(plain, capture)
+
+
+@contextlib.contextmanager
+def _quiet_backends() -> Iterator[None]:
+    """Dynamo's frame hook stays out of the code that runs while we trace."""
+    before = torch._C._dynamo.eval_frame.set_eval_frame(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)  # type: ignore[attr-defined]
+
+
+def is_module_state(source: str) -> bool:
+    """Whether a source expression goes through a module's parameters or buffers."""
+    return "._parameters[" in source or "._buffers[" in source
+
+
+__all__ = ["OpFailed", "ReadErrors", "Reading", "Unsupported", "is_module_state", "output_graph", "read", "strict"]

@@ -1,0 +1,32 @@
+"""Who holds a buffer: ``torch._C._storage_Use_Count`` (used by torch's own ``_inductor/cudagraph_trees.py``)."""
+
+from __future__ import annotations
+
+import torch
+
+_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+class Held:
+    """Watches the storages of some tensors: is anybody else holding one of them?
+
+    It keeps the storages alive, and takes as the baseline the count at the moment of its making, when only the slot holds
+    them. Views, detached tensors and autograd's saved variables all count.
+    """
+
+    __slots__ = ("_baselines", "_storages")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._baselines = [(storage._cdata, _use_count(storage._cdata)) for storage in self._storages]
+
+    def any(self) -> bool:
+        """Whether somebody else holds at least one of the storages."""
+        for cdata, baseline in self._baselines:
+            if _use_count(cdata) != baseline:
+                return True
+        return False
+
+    def which(self) -> list[int]:
+        """Indices of the tensors whose storages somebody else holds."""
+        return [i for i, (cdata, baseline) in enumerate(self._baselines) if _use_count(cdata) != baseline]

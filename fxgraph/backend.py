@@ -1,0 +1,60 @@
+"""The ``torch.compile`` backend ``graphed``, and capture in parts by Dynamo's graph breaks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+
+from . import trace
+from .options import Options
+from .program import Pools, Program
+
+
+def graphed(
+    graph: fx.GraphModule, example_inputs: list[Any], *, options: Options | Mapping[str, Any] | None = None
+) -> Callable[..., tuple[Any, ...]]:
+    """Backend for ``torch.compile(model, backend="graphed", options={...})``.
+
+    Args:
+        graph: the torch-level graph that Dynamo found.
+        example_inputs: not used: regions are captured at the first call, on real inputs.
+        options: see :class:`fxgraph.Options`.
+    Raises:
+        OptionError: for an unknown option, listing the allowed ones.
+    """
+    del example_inputs
+    return compile_graph(graph, Options.of(options), Pools(), "a torch.compile graph")
+
+
+def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: str) -> Callable[..., tuple[Any, ...]]:
+    """A callable with the graph's flat inputs and outputs that captures and replays it."""
+    specs = [trace.spec_of(source) for source in _sources(graph)]
+    program = Program(graph, specs, options, name, pools)
+    return torch._dynamo.disable(program.__call__)
+
+
+def _sources(graph: fx.GraphModule) -> list[str]:
+    found = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = source.name if source is not None else node.name
+        found.append(name() if callable(name) else name)
+    return found
+
+
+def split_callable(function: Callable[..., Any], options: Options, pools: Pools, name: str) -> Callable[..., Any]:
+    """The callable with everything captured that Dynamo finds between pieces of Python that no graph can hold."""
+    compiler = functools.partial(_compile_part, options=options, pools=pools, name=f"a part of {name}")
+    return torch.compile(function, backend=compiler, dynamic=False)
+
+
+def _compile_part(
+    graph: fx.GraphModule, example_inputs: list[Any], *, options: Options, pools: Pools, name: str
+) -> Callable[..., tuple[Any, ...]]:
+    del example_inputs
+    return compile_graph(graph, options, pools, name)

@@ -1,0 +1,103 @@
+"""``fxgraph.check``: everything that stands against a capture, before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import passes
+
+from . import trace
+from .errors import TraceError
+from .graphed import as_function, original_of
+
+
+def check(callable: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> passes.Report:
+    """Everything that stands against capturing a callable for these arguments. Nothing is captured, no GPU is needed.
+
+    The rules on the callable and its arguments come first; only if they hold is the callable traced and its graph judged.
+
+    Args:
+        callable: a function, ``nn.Module`` or graphed callable.
+        args, kwargs: the arguments of one call.
+    Returns:
+        A report: ``report.ok``, ``report.violations`` (each with ``id``, ``where``, ``observed``, ``expected``, ``hint``), and
+        ``str(report)`` for a person.
+    """
+    kwargs = {} if kwargs is None else kwargs
+    report = passes.check_call(callable, args, kwargs)
+    if not report.ok:
+        return report
+    function = as_function(original_of(callable))
+    try:
+        traced = trace.read(function, args, kwargs, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+        if traced.graph is None:
+            return report
+        tensors = traced.flat_inputs(args, kwargs)
+        joint = trace.export(traced.graph, traced.specs, tensors)
+    except TraceError as error:
+        return report + passes.judge(error, TRACE_RULES)
+    return report + passes.check(joint.gm)
+
+
+@dataclass(frozen=True)
+class TraceRule(passes.Constraint[TraceError]):
+    """A rule that tracing itself judges: the subject is the error with which it gave up."""
+
+    expected: ClassVar[str]
+
+    def violations(self, subject: TraceError) -> Iterator[passes.Violation]:
+        if subject.id == self.id:
+            file, _, rest = subject.where.partition(":")
+            line = rest.split(" ")[0]
+            where = passes.Where(file=file or None, line=int(line) if line.isdigit() else None)
+            yield self.violation(where, subject.observed, self.expected)
+
+
+@dataclass(frozen=True)
+class Untraceable(TraceRule):
+    """All of the callable's Python fits into one graph."""
+
+    id: ClassVar[str] = "untraceable"
+    title: ClassVar[str] = "the callable's Python does not fit into one graph"
+    why: ClassVar[str] = "a replay runs no Python, so a branch or side effect that depends on data has no place in it"
+    hint: ClassVar[str] = "move this piece out of the callable, or leave on_uncapturable='split' to capture around it"
+    expected: ClassVar[str] = "Python whose course depends on shapes and constants only"
+
+
+@dataclass(frozen=True)
+class OpFailed(TraceRule):
+    """Every op works on the given shapes, dtypes and devices."""
+
+    id: ClassVar[str] = "op-failed"
+    title: ClassVar[str] = "an op of the callable fails on these inputs"
+    why: ClassVar[str] = "what fails in eager has no graph"
+    hint: ClassVar[str] = "run the callable eagerly with the same arguments: it fails there too"
+    expected: ClassVar[str] = "arguments on which the callable works in eager"
+
+
+@dataclass(frozen=True)
+class NoFakeImpl(TraceRule):
+    """Every op can be run on fake tensors."""
+
+    id: ClassVar[str] = "no-fake-impl"
+    title: ClassVar[str] = "an op has no fake implementation"
+    why: ClassVar[str] = "tracing runs every op on tensors without data"
+    hint: ClassVar[str] = "give it one with torch.library.register_fake"
+    expected: ClassVar[str] = "ops with a fake (meta) implementation"
+
+
+@dataclass(frozen=True)
+class JointUntraceable(TraceRule):
+    """Forward and backward can be traced together."""
+
+    id: ClassVar[str] = "joint-untraceable"
+    title: ClassVar[str] = "the callable's forward and backward do not fit into one joint graph"
+    why: ClassVar[str] = "a replay's backward is captured from the joint graph"
+    hint: ClassVar[str] = "run forward and backward eagerly on these arguments: the same error comes up there"
+    expected: ClassVar[str] = "a callable whose backward works in eager"
+
+
+TRACE_RULES: tuple[TraceRule, ...] = (Untraceable(), OpFailed(), NoFakeImpl(), JointUntraceable())
+"""The rules that tracing judges."""

@@ -1,0 +1,138 @@
+"""What an engine promises. One contract test-suite (``tests/test_engine_contract.py``) runs on every engine present.
+
+An engine turns a *region* (a function of tensors that runs aten ops and returns a flat tuple of tensors) into something that
+can be replayed without running the function again:
+
+* **Fixed addresses.** A captured region reads its inputs and writes its outputs at the addresses they had at capture. Replay
+  takes no arguments: whoever replays has filled the inputs before.
+* **Overwriting.** Every replay overwrites the outputs of the one before. Keeping that from a user is the business of the
+  callers, not of the engine.
+* **Aliases stay.** An output that shares memory with an input or with another output at capture shares it at each replay.
+* **No Python of the user's** runs in a replay, and no autograd.
+* **Randomness.** A replay draws from the default generator of its device, as many numbers as running the function would, and
+  leaves it where running the function would.
+* **Order.** A replay comes after everything the caller's current stream has been given, and before everything that it is given
+  later. Regions of one pool never overlap in time.
+* **Capture** may run the function; it runs it ``warmup`` times more before. Side effects of those runs on the inputs and on
+  random generators are the caller's to undo (:meth:`Engine.unchanged`). After a capture that raises, the engine is as before:
+  no stream captures, no memory is held, random ops work.
+* **One at a time.** Captures of all engines and threads exclude each other, and the garbage collector does not run inside.
+* **Release** is final and idempotent; memory goes back when no tensor holds it any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from .._torch_compat.autograd import preserve_versions
+
+Region = Callable[..., "tuple[torch.Tensor, ...]"]
+
+
+class Pool(abc.ABC):
+    """Memory shared by the regions captured into it; see :meth:`Engine.new_pool`."""
+
+    @property
+    @abc.abstractmethod
+    def handle(self) -> object:
+        """What another capture API of torch takes as its ``pool`` argument."""
+
+    @abc.abstractmethod
+    def bytes_held(self) -> int:
+        """Bytes that the pool's regions hold now."""
+
+
+class CapturedRegion(abc.ABC):
+    """A region that can be replayed. ``outputs`` are its buffers, in the order in which the function returned them."""
+
+    outputs: tuple[torch.Tensor, ...]
+
+    @abc.abstractmethod
+    def replay(self) -> None:
+        """Run the region once more on whatever its inputs hold now."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give up the region; replaying it afterwards is an error."""
+
+
+class Engine(abc.ABC):
+    """See the module's text for the contract."""
+
+    name: str
+
+    @abc.abstractmethod
+    def new_pool(self, device: torch.device, handle: object = None) -> Pool:
+        """A pool on a device, or one that shares the memory behind ``handle``."""
+
+    @abc.abstractmethod
+    def empty(self, pool: Pool, like: torch.Tensor) -> torch.Tensor:
+        """A static buffer with the size, strides and dtype of ``like`` (expanded dimensions stay expanded)."""
+
+    @abc.abstractmethod
+    def capture(self, pool: Pool, region: Region, inputs: Sequence[torch.Tensor], warmup: int) -> CapturedRegion:
+        """Capture a region on these inputs.
+
+        Raises:
+            Exception: whatever the region or the device raises, after everything has been put back.
+        """
+
+    @abc.abstractmethod
+    def poison(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill buffers with values that no computation gives, to make a read of a given-back buffer visible in tests."""
+
+    @contextlib.contextmanager
+    def unchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """On leaving, the tensors' values and version counters and all random generators are what they were."""
+        kept = [tensor.clone() for tensor in tensors]
+        rng = torch.get_rng_state()
+        device_rng = self._device_rng()
+        try:
+            with preserve_versions(tensors):
+                yield
+        finally:
+            with torch.no_grad(), preserve_versions(tensors):
+                for tensor, value in zip(tensors, kept, strict=True):
+                    tensor.copy_(value)
+            torch.set_rng_state(rng)
+            self._set_device_rng(device_rng)
+
+    def _device_rng(self) -> list[torch.Tensor]:
+        return []
+
+    def _set_device_rng(self, states: list[torch.Tensor]) -> None:
+        del states
+
+
+_CAPTURE_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """One capture at a time in this process, without garbage collection (a collected graph would end the capture)."""
+    with _CAPTURE_LOCK:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
+
+
+def empty_like_layout(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor of this size and strides; stride-0 dimensions share it."""
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+
+
+def poison_value(dtype: torch.dtype) -> float | bool | int:
+    """NaN where the dtype has one, else an unlikely number."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max // 2

@@ -1,0 +1,324 @@
+"""A callable with its traces: which of them fits a call, and what happens when none does."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import inspect
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import trace
+from ._torch_compat import dynamo
+from .errors import InputError, SignatureError, TraceError, UncapturableError, add_note
+from .options import Options
+from .program import EagerFallbackWarning, Pools, Program
+from .slots import compact
+
+ALIVE: weakref.WeakSet[GraphedCallable] = weakref.WeakSet()
+
+
+class _Traced:
+    """A trace and its program; ``program`` is None where the callable runs no tensor op."""
+
+    __slots__ = ("call", "check", "program", "trace")
+
+    def __init__(self, traced: trace.PythonTrace, program: Program | None, call: Callable[..., Any]) -> None:
+        self.trace, self.program, self.call = traced, program, call
+        self.check = traced.check
+
+
+class GraphedCallable:
+    """What stands in for a function, or for a module's ``forward``.
+
+    Calls are answered by the first trace whose guards hold; a call that no trace answers is traced, run eagerly or refused, as
+    ``options.on_new_signature`` says.
+    """
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        options: Options,
+        pools: Pools | None = None,
+        name: str = "the callable",
+        allow_unused: bool = True,
+    ) -> None:
+        self.original = original
+        self.options, self.name, self.allow_unused = options, name, allow_unused
+        self.pools = pools if pools is not None else Pools()
+        self.function = as_function(original)
+        self._bound_self = (self.function.__self__,) if isinstance(self.function, types.MethodType) else ()
+        self._plain = self.function.__func__ if isinstance(self.function, types.MethodType) else self.function
+        self._signature = inspect.signature(self._plain, follow_wrapped=False)
+        self._freevars = self._plain.__code__.co_freevars
+        self._traced: list[_Traced] = []
+        self._split: Callable[..., Any] | None = None
+        self._looks: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._looks_to_capture: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._lock = threading.RLock()
+        self.eager_reasons: collections.Counter[str] = collections.Counter()
+        functools.update_wrapper(self, self._plain, updated=())
+        if self._bound_self:
+            self.__signature__ = inspect.signature(self.function)
+        ALIVE.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        names = self._locals(args, kwargs)
+        for traced in self._traced:
+            if traced.check(names):
+                return traced.call(*self._bound_self, *args, **kwargs)
+        if self._looks_to_capture:
+            self._capture_looks()
+            return self(*args, **kwargs)
+        return self._answer_new(args, kwargs, names)
+
+    def __repr__(self) -> str:
+        captures = sum(len(program.captures) for program in self.programs())
+        return f"<fxgraph graphed {self.name}: {captures} captures>"
+
+    def programs(self) -> Iterator[Program]:
+        """The programs of all traces."""
+        return (traced.program for traced in self._traced if traced.program is not None)
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+        """Trace for these arguments and capture the forward; the result captures the backward.
+
+        Raises:
+            FxgraphError: whatever stands against it; see :mod:`fxgraph.errors`.
+        """
+        self._looks.append(pytree.tree_map_only(torch.Tensor, TensorLook.of, (args, kwargs)))
+        with self._lock:
+            try:
+                traced = self._trace(args, kwargs)
+            except TraceError as error:
+                if error.id == "op-failed":
+                    raise
+                self._raise_the_users_own(args, kwargs, error)
+                self._cannot_trace(error)
+                return lambda: None
+            slot = None
+            if traced.program is not None:
+                slot = traced.program.prepare(traced.trace.flat_inputs(args, kwargs))
+            self._add(traced)
+            program = traced.program
+        return (lambda: program.finish(slot)) if program is not None and slot is not None else (lambda: None)
+
+    def release(self) -> None:
+        """Give up all traces and captures; the next call traces anew."""
+        with self._lock:
+            for program in self.programs():
+                program.release()
+            self._traced.clear()
+
+    def _locals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The callable's local names for a call, as the guards see them."""
+        try:
+            bound = self._signature.bind(*self._bound_self, *args, **kwargs)
+        except TypeError as error:
+            raise InputError(
+                "wrong-arguments",
+                f"the arguments do not fit {self.name}",
+                where=self._where(),
+                observed=f"{len(args)} positional and {sorted(kwargs)} keyword arguments: {error}",
+                expected=f"arguments for {self._plain.__name__}{inspect.signature(self.function)}",
+                hint="call it as you would call the original",
+            ) from error
+        bound.apply_defaults()
+        names = bound.arguments
+        for name, cell in zip(self._freevars, self._plain.__closure__ or (), strict=True):
+            names[name] = cell.cell_contents
+        return names
+
+    def _answer_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: dict[str, Any]) -> Any:
+        """A call that no trace answers."""
+        if self._split is not None:
+            with dynamo.strict():
+                return self._split(*args, **kwargs)
+        mode = self.options.on_new_signature
+        if mode == "error":
+            raise SignatureError(
+                "new-signature",
+                f"{self.name} was called in a way for which nothing is captured",
+                where=self._where(),
+                observed="; ".join(dict.fromkeys(traced.trace.why_not(names) for traced in self._traced)) or "no capture",
+                expected="the shapes, dtypes, strides, devices, modes and Python state of a sample",
+                hint="graph it with such a sample too, or use on_new_signature='capture' or 'eager'",
+            )
+        if mode == "eager":
+            self._count_eager("a signature that no sample had")
+            return self.original(*args, **kwargs)
+        with self._lock:
+            try:
+                traced = self._trace(args, kwargs)
+            except TraceError as error:
+                return self._answer_untraceable(error, args, kwargs)
+            self._add(traced)
+        return traced.call(*self._bound_self, *args, **kwargs)
+
+    def _answer_untraceable(self, error: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if error.id == "op-failed":
+            try:
+                return self.original(*args, **kwargs)
+            except Exception as own:
+                raise TraceError(
+                    error.id, error.title, where=error.where, observed=f"{type(own).__name__}: {trace.first_line(own)}",
+                    expected="arguments on which the callable works in eager", hint="the cause is attached",
+                ) from own
+        if raises_itself(error):
+            return self.original(*args, **kwargs)
+        self._cannot_trace(error)
+        if self._split is not None:
+            with dynamo.strict():
+                return self._split(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    def _where(self) -> str:
+        code = self._plain.__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+        traced = trace.read(self.function, args, kwargs)
+        if traced.graph is None:
+            return _Traced(traced, None, self._plain)
+        program = Program(traced.graph, traced.specs, self.options, self.name, self.pools, self.allow_unused)
+        return _Traced(traced, program, traced.bind(program))
+
+    def _add(self, traced: _Traced) -> None:
+        self._traced.insert(0, traced)
+        while len(self._traced) > self.options.max_captures:
+            oldest = self._traced.pop()
+            if oldest.program is not None:
+                oldest.program.release()
+
+    def _cannot_trace(self, error: TraceError) -> None:
+        """Decide how to go on with a callable that does not fit into one graph."""
+        if self.options.on_uncapturable == "error":
+            raise UncapturableError(
+                error.id, error.title, where=error.where, observed=error.observed, hint=error.hint
+            ) from error
+        reason = f"[{error.id}] {error.observed}" + (f" ({error.where})" if error.where else "")
+        if self.options.on_uncapturable == "eager":
+            self._count_eager(reason)
+        elif self._split is None:
+            from .backend import split_callable
+
+            self._split = split_callable(self.function, self.options, self.pools, self.name)
+            warnings.warn(f"fxgraph: {self.name} is captured in parts: {reason}", EagerFallbackWarning, stacklevel=5)
+
+    def _raise_the_users_own(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError) -> None:
+        """If the callable itself raises on the sample, that exception is what the user wants to see.
+
+        Parameters, buffers, the sample tensors and random generators are put back afterwards.
+        """
+        if not raises_itself(error):
+            return
+        from . import engines
+
+        owners = [m for m in self._bound_self if isinstance(m, torch.nn.Module)]
+        tensors = [t for m in owners for t in (*m.parameters(), *m.buffers())]
+        tensors += [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        with torch.no_grad(), engines.for_tensors(tensors).unchanged([t.detach() for t in tensors]):
+            try:
+                self.original(*args, **kwargs)
+            except Exception as own:
+                add_note(own, f"fxgraph: raised by {self.name} itself while it was traced; nothing was captured")
+                raise
+
+    def _count_eager(self, reason: str, calls: int = 1) -> None:
+        if reason not in self.eager_reasons:
+            warnings.warn(f"fxgraph: {self.name} runs eagerly: {reason}", EagerFallbackWarning, stacklevel=4)
+        self.eager_reasons[reason] += calls
+
+    def _capture_looks(self) -> None:
+        """In a copy, at its first call: capture what the original had been given samples for."""
+        looks, self._looks_to_capture = self._looks_to_capture, []
+        for look in looks:
+            args, kwargs = pytree.tree_map_only(TensorLook, TensorLook.make, look)
+            self.capture(args, kwargs)()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
+        return _rebuild(*copy.deepcopy(self._state(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        # A module's own forward is named by its module: a copy is bound to the copied module.
+        module = self._bound_self[0] if self._bound_self else None
+        own = isinstance(module, torch.nn.Module) and self._plain is type(module).forward
+        target = module if own else self.original
+        return target, self.options, self.name, self.allow_unused, self._looks
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorLook:
+    """All of a sample tensor but its values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLook:
+        """The look of a tensor."""
+        return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def make(self) -> torch.Tensor:
+        """Zeros of this look."""
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        compact(tensor).zero_()
+        return tensor.requires_grad_(self.requires_grad)
+
+
+def _rebuild(
+    target: Any, options: Options, name: str, allow_unused: bool, looks: list[Any]
+) -> GraphedCallable:
+    original = types.MethodType(type(target).forward, target) if isinstance(target, torch.nn.Module) else target
+    graphed = GraphedCallable(original, options, None, name, allow_unused)
+    graphed._looks, graphed._looks_to_capture = looks, list(looks)
+    return graphed
+
+
+def raises_itself(error: TraceError) -> bool:
+    """Whether the callable could not be traced because it raises an exception of its own."""
+    return error.observed.startswith("Observed exception")
+
+
+def as_function(target: Callable[..., Any]) -> types.FunctionType | types.MethodType:
+    """The Python function or bound method that runs when ``target`` is called.
+
+    What is neither (a ``functools.partial``, an object with ``__call__``, a builtin) is wrapped into a function.
+    """
+    if isinstance(target, types.FunctionType):
+        return target
+    if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
+        return target
+    method = getattr(type(target), "__call__", None)
+    if isinstance(method, types.FunctionType) and not isinstance(target, torch.nn.Module):
+        return types.MethodType(method, target)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    return call
+
+
+def original_of(target: Any) -> Callable[..., Any]:
+    """What runs when ``target`` is called, without fxgraph."""
+    if isinstance(target, torch.nn.Module):
+        current = target.__dict__.get("forward")
+        return current.original if isinstance(current, GraphedCallable) else target.forward
+    return target.original if isinstance(target, GraphedCallable) else target

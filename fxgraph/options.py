@@ -1,0 +1,88 @@
+"""The one set of options, the same for both entries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_type_hints
+
+from .errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How fxgraph captures and replays. Give it, or a dict with its field names, as ``options=``.
+
+    Fields:
+        engine: who captures and replays; ``auto`` takes ``cuda`` for callables with CUDA tensors, else ``cpu``.
+        kernels: ``aten`` runs the kernels that eager would run.
+        grads: ``autograd`` makes parameters inputs of the autograd node, so that all of autograd works.
+        on_new_signature: what a call does whose signature matches no capture.
+        max_captures: captures kept per callable; past it the least recently used one is released.
+        max_in_flight: forwards that may be outstanding before their backward; past it, eager with one warning.
+        on_uncapturable: what happens to a callable with a part that no CUDA graph can hold. ``split`` captures what is
+            around it, ``eager`` runs the callable eagerly, ``error`` raises :class:`~fxgraph.errors.UncapturableError`.
+        num_warmup_iters: how often a region runs before it is captured.
+    Raises:
+        OptionError: for a value that is not allowed; it lists the allowed ones.
+    """
+
+    engine: Literal["auto", "cuda", "cpu"] = "auto"
+    kernels: Literal["aten"] = "aten"
+    grads: Literal["autograd"] = "autograd"
+    on_new_signature: Literal["capture", "eager", "error"] = "capture"
+    max_captures: int = 8
+    max_in_flight: int = 2
+    on_uncapturable: Literal["split", "eager", "error"] = "split"
+    num_warmup_iters: int = 3
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value, allowed = getattr(self, field.name), get_args(hints[field.name])
+            if allowed:
+                if value not in allowed:
+                    raise _bad_value(field.name, value, "one of " + ", ".join(map(repr, allowed)))
+            elif not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[field.name]:
+                raise _bad_value(field.name, value, f"an int >= {_LEAST[field.name]}")
+
+    @classmethod
+    def of(cls, options: Options | Mapping[str, Any] | None, **overrides: Any) -> Options:
+        """Options from whatever the user gave.
+
+        Raises:
+            OptionError: for an unknown name (it lists the allowed ones) or a bad value.
+        """
+        if options is None:
+            return cls(**overrides)
+        if isinstance(options, cls):
+            return dataclasses.replace(options, **overrides)
+        if not isinstance(options, Mapping):
+            raise OptionError(
+                "bad-option",
+                "options are neither fxgraph.Options nor a mapping",
+                where="options=",
+                observed=f"{type(options).__name__} {options!r}",
+                expected="fxgraph.Options(...) or a dict with its field names",
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in options if name not in names]
+        if unknown:
+            raise OptionError(
+                "unknown-option",
+                "unknown option" + ("s" if len(unknown) > 1 else ""),
+                where="options=",
+                observed=", ".join(map(repr, unknown)),
+                expected="names among " + ", ".join(names),
+            )
+        return cls(**{**options, **overrides})
+
+
+_LEAST = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0}
+
+
+def _bad_value(name: str, value: object, expected: str) -> OptionError:
+    return OptionError(
+        "bad-option", "option with a value that is not allowed", where=f"options={{{name!r}: ...}}",
+        observed=repr(value), expected=expected,
+    )

@@ -1,0 +1,366 @@
+"""Data only: how the joint graph of a program becomes two regions, and where every buffer comes from.
+
+Nothing here holds a real tensor or knows an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch_compat import aot
+from .trace import InputSpec, JointGraph, OutputKind, output_args
+
+
+class CannotPlan(Exception):
+    """The joint graph is right but its calling convention does not fit a replay; the program runs eagerly."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an input of the backward region comes from: ``input`` i, output i of the ``forward`` region, ``tangent`` i."""
+
+    kind: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """Size, stride, offset and dtype of an output, enough to make a view of something else look like it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def like(self) -> torch.Tensor:
+        """A tensor of this look without memory (device ``meta``), for torch's helpers that want an example."""
+        reach = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        with torch.inference_mode(False):
+            base = torch.empty(max(reach, 0) if 0 not in self.size else self.offset, dtype=self.dtype, device="meta")
+            return base.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """An output of the autograd node: output ``position`` of the forward region."""
+
+    position: int
+    requires_grad: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Return:
+    """How one output of the program is made.
+
+    ``how`` is ``node`` (output ``index`` of the node), ``input`` (input ``index`` itself), ``view_of_node``,
+    ``view_of_input`` or ``constant``.
+    """
+
+    how: str
+    index: int = -1
+    value: Any = None
+    meta: Meta | None = None
+    requires_grad: bool = False
+    view_metas: Any = None
+
+
+@dataclasses.dataclass
+class Plan:
+    """A program for one signature, cut into regions.
+
+    Attributes:
+        inputs: what the inputs are.
+        forward: graph over all inputs; its outputs are buffers (handed out, saved, or both).
+        handed: the autograd node's outputs.
+        returns: the program's outputs.
+        updates: (input, node output) pairs: inputs mutated under autograd's eyes, written after the call.
+        mutated: inputs that the forward region itself writes.
+        backward: graph over ``backward_inputs``; None without gradients. Its outputs are the gradients that exist.
+        gradient_of: for each output of ``backward``, the input whose gradient it is.
+        tangents: for each tangent, the node output that it belongs to.
+        saved_live: live inputs that the backward reads: autograd checks their versions.
+        saved_handed: node outputs whose memory the backward reads.
+        repeatable: whether running the forward again gives the same values and no side effect.
+    """
+
+    inputs: tuple[InputSpec, ...]
+    joint: JointGraph
+    forward: fx.GraphModule
+    handed: tuple[Handed, ...]
+    returns: tuple[Return, ...]
+    updates: tuple[tuple[int, int], ...]
+    mutated: tuple[int, ...]
+    repeatable: bool
+    backward: fx.GraphModule | None = None
+    backward_inputs: tuple[Source, ...] = ()
+    gradient_of: tuple[int, ...] = ()
+    tangents: tuple[int, ...] = ()
+    saved_live: tuple[int, ...] = ()
+    saved_handed: tuple[int, ...] = ()
+    saved_names: tuple[str, ...] = ()
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """Inputs that require grad in the trace but have no gradient."""
+        wanted = [i for i, info in enumerate(self.joint.metadata.input_info) if info.requires_grad]
+        return tuple(i for i in wanted if i not in self.gradient_of) if self.backward is not None else tuple(wanted)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the backward needs anything of the slot's forward."""
+        return any(source.kind != "tangent" for source in self.backward_inputs)
+
+
+def make(joint: JointGraph) -> Plan:
+    """Cut a joint graph.
+
+    Raises:
+        CannotPlan: for mutated metadata (``t_()``, ``resize_``), or inputs that alias each other and are mutated.
+    """
+    metadata = joint.metadata
+    num_tangents = len(joint.tangent_of)
+    specs = joint.inputs[: len(joint.inputs) - num_tangents]
+    if len(specs) != len(metadata.input_info):
+        raise CannotPlan("an input that is mutated shares memory with another input")
+    for spec, info in zip(specs, metadata.input_info, strict=True):
+        if info.mutates_metadata or info.mutates_storage_metadata:
+            raise CannotPlan(f"{spec} has its shape, strides or storage changed in place")
+    if num_tangents:
+        forward, backward = aot.partition(joint.gm, joint.num_forward)
+    else:
+        forward, backward = joint.gm, None
+    results = output_args(forward)
+    returned, saved = results[: joint.num_forward], results[joint.num_forward :]
+
+    wanted: dict[fx.Node, int] = {}  # nodes that become buffers of the forward region -> position
+    node_of: dict[int, int] = {}  # forward return -> node output
+    handed: list[Handed] = []
+
+    def hand(index: int, requires_grad: bool) -> int:
+        if index not in node_of:
+            value = returned[index]
+            position = wanted.setdefault(value, len(wanted))
+            node_of[index] = len(handed)
+            handed.append(Handed(position, requires_grad))
+        return node_of[index]
+
+    num_updates = len(metadata.mutated_inp_runtime_indices)
+    updates = tuple(
+        (i, hand(k, metadata.input_info[i].requires_grad)) for k, i in enumerate(metadata.mutated_inp_runtime_indices)
+    )
+    returns: list[Return] = []
+    num_outputs = len(metadata.output_info)
+    for k, info in enumerate(metadata.output_info):
+        value = returned[num_updates + k]
+        if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+            if isinstance(value, fx.Node):
+                raise CannotPlan(f"output {k} is a number computed from data")
+            returns.append(Return("constant", value=value))
+            continue
+        kind, requires_grad = info.output_type, info.requires_grad
+        if kind in (aot.OutputType.non_alias, aot.OutputType.unsafe_view_alias, aot.OutputType.custom_function_view):
+            returns.append(Return("node", hand(num_updates + k, requires_grad)))
+        elif kind is aot.OutputType.is_input:
+            returns.append(Return("input", info.base_idx))
+        elif kind is aot.OutputType.alias_of_input:
+            returns.append(_view("view_of_input", info.base_idx, value, info))
+        else:
+            if kind is aot.OutputType.alias_of_intermediate_base_is_user_output:
+                base = hand(num_updates + info.base_idx, metadata.output_info[info.base_idx].requires_grad)
+            else:
+                base = hand(num_updates + num_outputs + info.base_idx, True)
+            returns.append(_view("view_of_node", base, value, info))
+
+    plan = Plan(
+        inputs=specs,
+        joint=joint,
+        forward=forward,
+        handed=(),
+        returns=tuple(returns),
+        updates=updates,
+        mutated=tuple(metadata.mutated_graph_handled_indices),
+        repeatable=not updates and not metadata.mutated_graph_handled_indices and not random_nodes(forward),
+    )
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    if backward is not None:
+        _plan_backward(plan, backward, placeholders, saved, wanted, node_of)
+        for k, info in enumerate(joint.outputs[: joint.num_forward]):
+            if info.kind is OutputKind.INTERMEDIATE_BASE and k not in node_of and k in joint.tangent_of:
+                raise AssertionError("a base of views has a tangent but no user")
+    plan.handed = tuple(handed)
+    forward.graph.output_node().args = (tuple(wanted),)
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
+    plan.saved_handed = tuple(
+        k
+        for k, out in enumerate(plan.handed)
+        if storage_root(list(wanted)[out.position]) in {storage_root(n) for n in saved if isinstance(n, fx.Node)}
+    )
+    for out in plan.handed:
+        if storage_root(list(wanted)[out.position]).op == "placeholder":
+            raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
+    return plan
+
+
+def _plan_backward(
+    plan: Plan,
+    backward: fx.GraphModule,
+    placeholders: list[fx.Node],
+    saved: tuple[Any, ...],
+    wanted: dict[fx.Node, int],
+    node_of: dict[int, int],
+) -> None:
+    """Wire the backward region's inputs and drop the gradients that are None."""
+    index_of = {node.name: i for i, node in enumerate(placeholders)}
+    sources: list[Source] = []
+    for node in saved:
+        if node.op == "placeholder":
+            sources.append(Source("input", index_of[node.name]))
+        else:
+            sources.append(Source("forward", wanted.setdefault(node, len(wanted))))
+    plan.saved_names = tuple(node.name for node in saved)
+    tangents = []
+    for k, forward_output in enumerate(plan.joint.tangent_of):
+        if forward_output not in node_of:
+            raise CannotPlan("a gradient flows into an output that is not handed out")
+        tangents.append(node_of[forward_output])
+        sources.append(Source("tangent", k))
+    if len(backward.graph.find_nodes(op="placeholder")) != len(sources):
+        raise CannotPlan("the backward needs something besides saved tensors and tangents")
+    gradients = output_args(backward)
+    plan.gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
+    backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
+    backward.graph.eliminate_dead_code()
+    backward.recompile()
+    plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
+    roots = {storage_root(node) for node in saved}
+    plan.saved_live = tuple(i for i, node in enumerate(placeholders) if node in roots and plan.inputs[i].live)
+
+
+def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
+    fake = value.meta["val"]
+    meta = Meta(tuple(fake.size()), tuple(fake.stride()), fake.storage_offset(), fake.dtype)
+    return Return(how, index, meta=meta, requires_grad=info.requires_grad, view_metas=info.view_meta_sequence)
+
+
+def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that draw random numbers."""
+    return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node whose memory a value lives in, through any chain of view ops."""
+    while node.op == "call_function" and is_view(node):
+        node = next(arg for arg in node.all_input_nodes)
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value is memory of its first input."""
+    if node.target in _HIDDEN_VIEWS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.arguments:
+        if node.target is _getitem:
+            producer = node.args[0]
+            return isinstance(producer, fx.Node) and is_view(producer)
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write and any(r.alias_info is not None for r in schema.returns)
+
+
+_getitem = __import__("operator").getitem
+_HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}
+
+
+def outputs_without_gradient(joint: JointGraph, defined: tuple[bool, ...]) -> list[int]:
+    """The user outputs to which no gradient flows, where only some tangents are defined.
+
+    Raises:
+        CannotPlan: if the update of a mutated input has no gradient.
+    """
+    infos = joint.metadata.output_info
+    bases = (aot.OutputType.alias_of_intermediate, aot.OutputType.alias_of_intermediate_save_as_output)
+    found: set[int] = set()
+    for k, is_defined in enumerate(defined):
+        spec = joint.outputs[joint.tangent_of[k]]
+        if is_defined:
+            continue
+        if spec.kind is OutputKind.USER_OUTPUT:
+            found.add(spec.index)
+            kinds: tuple[Any, ...] = (aot.OutputType.alias_of_intermediate_base_is_user_output,)
+        elif spec.kind is OutputKind.INTERMEDIATE_BASE:
+            kinds = bases
+        else:
+            raise CannotPlan("no gradient flows into an input that was changed in place")
+        found.update(i for i, info in enumerate(infos) if info.output_type in kinds and info.base_idx == spec.index)
+    return sorted(found)
+
+
+def partial_backward(plan: Plan, narrowed: JointGraph) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A backward over the plan's saved values for fewer outputs.
+
+    ``narrowed`` is the joint graph of the same program with some outputs detached. Its forward part computes the same values in
+    the same way, so its backward can start from the values that the plan's forward has saved.
+
+    Raises:
+        CannotPlan: if it needs a value that was not saved.
+    """
+    numbers = _Numbering()
+    original = {node.name: number for node, number in numbers.of(plan.joint.gm.graph).items()}
+    found: dict[int, fx.Node] = {}
+    for node, number in numbers.of(narrowed.gm.graph).items():
+        found.setdefault(number, node)
+    missing = [name for name in plan.saved_names if original[name] not in found]
+    if missing:
+        raise CannotPlan(f"the backward of some of the outputs does not know the saved values {', '.join(missing)}")
+    tangents = narrowed.gm.graph.find_nodes(op="placeholder")[len(plan.inputs) :]
+    gradients = output_args(narrowed.gm)[narrowed.num_forward :]
+    gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
+    inputs = [found[original[name]] for name in plan.saved_names] + tangents
+    try:
+        graph = aot.extract(narrowed.gm, inputs, [gradients[i] for i in gradient_of])
+    except AssertionError as error:
+        raise CannotPlan(f"the backward of some of the outputs needs more than was saved: {error}") from error
+    return graph, gradient_of
+
+
+class _Numbering:
+    """Numbers values: nodes of two graphs with the same inputs get the same number if they compute the same value.
+
+    The k-th random op of one graph is the k-th of the other; detaching a value does not change it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, graph: fx.Graph) -> dict[fx.Node, int]:
+        numbers: dict[fx.Node, int] = {}
+        inputs = randoms = 0
+        for node in graph.nodes:
+            key: Any
+            if node.op == "placeholder":
+                key, inputs = ("input", inputs), inputs + 1
+            elif node.target is torch.ops.aten.detach.default:
+                numbers[node] = numbers[node.args[0]]
+                continue
+            elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                key, randoms = ("random", randoms), randoms + 1
+            else:
+                key = (node.op, node.target, *(repr(fx.map_arg(a, lambda n: _Number(numbers[n]))) for a in (node.args, node.kwargs)))
+            numbers[node] = self._numbers.setdefault(key, len(self._numbers))
+        return numbers
+
+
+class _Number:
+    """A number in place of a node in an argument list, for ``repr``."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"%{self._number}"

@@ -1,0 +1,256 @@
+"""One torch-level graph, called with flat inputs: finds or makes the capture for a call, or runs the graph eagerly.
+
+Both entries end here: ``make_graphed_callables`` with a graph that fxgraph's own reading of the callable gave, ``torch.compile``
+with the graph that Dynamo hands to a backend.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import passes
+
+from . import engines, plan, replay, trace
+from ._torch_compat.autocast import AutocastState
+from .errors import CaptureError, ContractError, FxgraphError, ReplayError, TraceError, UncapturableError
+from .options import Options
+from .signature import key_of, shares_memory
+from .slots import Capture, Slot, compact
+
+ALIVE: weakref.WeakSet[Program] = weakref.WeakSet()
+"""Every program that exists; ``fxgraph.stats()`` sums over it."""
+
+
+class EagerFallbackWarning(UserWarning):
+    """A graphed callable runs eagerly. The result is right; the speed is eager's."""
+
+
+class RunEagerly(Exception):
+    """Why a call is not replayed but run eagerly."""
+
+
+class Pools:
+    """One memory pool per device, shared by all captures of the callables that were graphed together."""
+
+    def __init__(self, handle: object = None) -> None:
+        self._handle = handle
+        self._pools: dict[tuple[str, torch.device], engines.Pool] = {}
+
+    def get(self, engine: engines.Engine, device: torch.device) -> engines.Pool:
+        """The pool for a device, made at its first use."""
+        if (engine.name, device) not in self._pools:
+            self._pools[engine.name, device] = engine.new_pool(device, self._handle)
+        return self._pools[engine.name, device]
+
+    def bytes_held(self) -> int:
+        """Bytes that all pools hold."""
+        return sum(pool.bytes_held() for pool in self._pools.values())
+
+
+class Program:
+    """A torch-level graph and its captures.
+
+    Args:
+        graph: takes flat inputs (tensors, and numbers where Dynamo left sizes symbolic), returns flat outputs.
+        specs: what the inputs are.
+        options: how to capture.
+        name: how messages call it.
+        pools: memory shared with other programs.
+        allow_unused: whether an input that requires grad may have no gradient.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        specs: Sequence[trace.InputSpec],
+        options: Options,
+        name: str,
+        pools: Pools | None = None,
+        allow_unused: bool = True,
+    ) -> None:
+        self.graph, self.specs, self.options, self.name = graph, tuple(specs), options, name
+        self.pools = pools if pools is not None else Pools()
+        self.allow_unused = allow_unused
+        self.lock = threading.RLock()
+        self.captures: collections.OrderedDict[Any, Capture] = collections.OrderedDict()
+        self.eager_keys: dict[Any, str] = {}
+        self.eager_reasons: collections.Counter[str] = collections.Counter()
+        self.replays = 0
+        self._autocast = AutocastState.now()
+        self._partial: weakref.WeakKeyDictionary[Capture, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        ALIVE.add(self)
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """The graph's outputs for these inputs, equal to running it eagerly."""
+        try:
+            with self.lock:
+                capture = self._capture_for(inputs)
+                tensors = tuple([value for value in inputs if isinstance(value, torch.Tensor)])
+                slot = self._slot_for(capture, tensors)
+                self.replays += 1
+                return replay.run(self, capture, slot, tensors)
+        except RunEagerly as error:
+            reason = str(error)
+        self._count_eager(reason)
+        return tuple(self.graph(*inputs))
+
+    def prepare(self, inputs: Sequence[Any]) -> Slot | None:
+        """Trace, check and capture the forward for these inputs; None where this program runs eagerly.
+
+        The caller captures the slot's backward with :meth:`finish`.
+
+        Raises:
+            UncapturableError: with ``on_uncapturable="error"``.
+            ContractError: an input without a gradient, unless ``allow_unused``.
+            CaptureError: from the engine.
+        """
+        with self.lock:
+            try:
+                capture = self._capture_for(inputs)
+            except RunEagerly as error:
+                self._count_eager(str(error), calls=0)
+                return None
+            with self._stage("capturing the forward"):
+                return capture.add_slot([v for v in inputs if isinstance(v, torch.Tensor)], with_backward=False)
+
+    def finish(self, slot: Slot) -> None:
+        """Capture the backward of a slot that :meth:`prepare` gave."""
+        with self.lock, self._stage("capturing the backward"):
+            slot.capture_backward()
+
+    def release(self) -> None:
+        """Give up all captures."""
+        with self.lock:
+            for capture in self.captures.values():
+                capture.release()
+            self.captures.clear()
+
+    def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """See :class:`fxgraph.replay.Runner`."""
+        with torch.enable_grad(), self._autocast.again():
+            return tuple(capture.graph(*inputs))
+
+    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+        """See :class:`fxgraph.replay.Runner`."""
+        known = self._partial.setdefault(capture, {})
+        if defined not in known:
+            joint = capture.plan.joint
+            graph = trace.detach_outputs(capture.graph, plan.outputs_without_gradient(joint, defined))
+            with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
+                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint))
+            try:
+                known[defined] = plan.partial_backward(capture.plan, narrowed)
+            except plan.CannotPlan as error:
+                raise ReplayError(
+                    "partial-backward",
+                    f"{self.name}: a backward in which only some outputs have a gradient",
+                    observed=str(error),
+                    hint="use every output in the loss, or run the callable eagerly: fxgraph.ungraph(callable)",
+                ) from error
+        result: tuple[fx.GraphModule, tuple[int, ...]] = known[defined]
+        return result
+
+    def _capture_for(self, inputs: Sequence[Any]) -> Capture:
+        if not all(isinstance(value, (torch.Tensor, int, float, bool, complex)) for value in inputs):
+            raise RunEagerly("its inputs come in lists (compiled autograd)")
+        key = key_of(self.specs, inputs)
+        capture = self.captures.get(key)
+        if capture is not None:
+            self.captures.move_to_end(key)
+            return capture
+        if key in self.eager_keys:
+            raise RunEagerly(self.eager_keys[key])
+        try:
+            capture = self._new_capture(inputs)
+        except RunEagerly as error:
+            self.eager_keys[key] = str(error)
+            raise
+        self.captures[key] = capture
+        while len(self.captures) > self.options.max_captures:
+            self.captures.popitem(last=False)[1].release()
+        return capture
+
+    def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
+        written = [*capture.plan.mutated, *[i for i, _ in capture.plan.updates]]
+        if shares_memory(tensors, written):
+            raise RunEagerly("an input that is changed in place shares memory with another input")
+        try:
+            with self._stage("capturing"):
+                slot = capture.acquire(tensors)
+        except CaptureError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise RunEagerly("no memory for a capture") from error
+            raise RunEagerly(f"the capture failed: {error.observed}") from error
+        if slot is None:
+            raise RunEagerly(f"more than max_in_flight={capture.max_in_flight} forwards wait for their backward")
+        return slot
+
+    def _new_capture(self, inputs: Sequence[Any]) -> Capture:
+        tensors = tuple(value for value in inputs if isinstance(value, torch.Tensor))
+        specs = tuple(spec for spec, value in zip(self.specs, inputs, strict=True) if isinstance(value, torch.Tensor))
+        if not tensors:
+            raise RunEagerly("it has no tensor input")
+        for spec, value in zip(specs, tensors, strict=True):
+            if torch._debug_has_internal_overlap(compact(value)) == 1:
+                raise RunEagerly(f"{spec} overlaps itself in memory")
+        graph = trace.specialise(self.graph, inputs)
+        try:
+            joint = trace.export(graph, specs, tensors)
+            self._refuse_uncapturable(joint)
+            planned = plan.make(joint)
+        except TraceError as error:
+            raise RunEagerly(f"[{error.id}] {error.observed}") from error
+        except plan.CannotPlan as error:
+            raise RunEagerly(str(error)) from error
+        self._refuse_unused(planned)
+        devices = sorted({value.device for value in tensors}, key=str)
+        engine = engines.get(engines.name_for(self.options.engine, devices))
+        pool = self.pools.get(engine, next((d for d in devices if d.type == engine.name), devices[0]))
+        return Capture(graph, planned, engine, pool, self.options.num_warmup_iters, self.options.max_in_flight)
+
+    def _refuse_uncapturable(self, joint: trace.JointGraph) -> None:
+        report = passes.check(joint.gm)
+        if report.ok:
+            return
+        if self.options.on_uncapturable == "error":
+            raise UncapturableError.from_report(report)
+        first = report.violations[0]
+        raise RunEagerly(f"[{first.id}] {first.title}: {first.observed} ({first.where})")
+
+    def _refuse_unused(self, planned: plan.Plan) -> None:
+        if self.allow_unused or planned.backward is None or not planned.unused:
+            return
+        infos = planned.joint.metadata.input_info
+        names = tuple(str(spec) for spec, info in zip(planned.inputs, infos, strict=True) if info.requires_grad)
+        unused = tuple(str(planned.inputs[i]) for i in planned.unused)
+        report = passes.judge(passes.DifferentiableInputs(names, unused), (passes.UNUSED_INPUT,))
+        raise ContractError.from_report(report)
+
+    @contextlib.contextmanager
+    def _stage(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except FxgraphError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                "capture-failed",
+                f"{self.name}: an error while {stage}",
+                observed=f"{type(error).__name__}: {trace.first_line(error)}",
+                hint="the cause is attached; the callable itself still works",
+                instead="nothing is left capturing, and the memory has been given back",
+            ) from error
+
+    def _count_eager(self, reason: str, calls: int = 1) -> None:
+        if reason not in self.eager_reasons:
+            warnings.warn(f"fxgraph: {self.name} runs eagerly: {reason}", EagerFallbackWarning, stacklevel=4)
+        self.eager_reasons[reason] += calls

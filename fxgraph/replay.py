@@ -1,0 +1,281 @@
+"""One autograd node per call: copy in, replay, hand out; and the same backwards.
+
+The node's inputs are the program's inputs that have a gradient, its outputs the plan's handed buffers. Everything that eager
+would make outside of an op (inputs returned as they are, views of inputs, views of other outputs, in-place updates of inputs
+that autograd follows) is made after the node, by ops that autograd sees.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ._torch_compat import aot
+from ._torch_compat.autograd import autocast_off, keep_graph
+from .errors import DoubleBackwardError
+from .plan import Plan, random_nodes
+from .slots import Capture, Lease, Slot, compact, copy_all
+
+
+class Call:
+    """What one forward leaves for its backward. It lives in the autograd node.
+
+    Note [Inputs kept for a second derivative]
+
+    ``create_graph=True`` runs the program again on the inputs as they were given, history included. Keeping a tensor that the
+    user may update in place (``x += g(x)``) would close a cycle tensor -> grad_fn -> this node -> tensor that nothing frees. So
+    inputs that require grad and have a history are kept by autograd (``save_for_backward`` keeps the edge, not the tensor's
+    later life), leaves are kept as they are, and what does not require grad is kept detached.
+    """
+
+    __slots__ = ("capture", "inputs", "lease", "program", "slot", "versions", "watched", "with_history")
+
+    def __init__(self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.program, self.capture, self.slot, self.inputs = program, capture, slot, inputs
+        self.lease = Lease(slot)
+        self.watched: list[tuple[torch.Tensor, int, str]] = []
+        self.versions: list[int] = []
+        self.with_history: list[int] = []
+
+    def keep_inputs(self) -> list[torch.Tensor]:
+        """Keep what a second derivative needs; returns the tensors that autograd has to keep."""
+        if not self.capture.plan.repeatable:
+            self.inputs = ()
+            return []
+        self.versions = [_version(tensor) for tensor in self.inputs]
+        for i, tensor in enumerate(self.inputs):
+            if tensor.requires_grad and not tensor.is_leaf:
+                self.with_history.append(i)
+        kept = [self.inputs[i] for i in self.with_history]
+        self.inputs = tuple([tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach() for tensor in self.inputs])
+        return kept
+
+    def watch(self, tensor: torch.Tensor, what: str) -> None:
+        """Remember a tensor whose memory the backward reads."""
+        self.watched.append((tensor.detach(), _version(tensor), what))
+
+    def check_versions(self) -> None:
+        """Raise what autograd raises where a tensor that the backward needs was changed in place."""
+        for tensor, version, what in self.watched:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}], which is {what} of a graphed callable, is at version "
+                    f"{tensor._version}; expected version {version} instead."
+                )
+
+    def end(self) -> None:
+        """The graph is freed."""
+        self.lease.end()
+        self.inputs, self.watched = (), []
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Runner(Protocol):
+    """What a node needs of the program that it replays."""
+
+    lock: threading.RLock
+
+    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+        """Backward graph for the case that only some tangents are defined, and the inputs that its outputs belong to."""
+
+    def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The program's outputs, run by autograd under the autocast state of the capture."""
+
+
+def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Replay a slot's forward for these inputs and give the program's outputs."""
+    plan = capture.plan
+    capture.replays += 1
+    if plan.backward is None:
+        with torch.no_grad():
+            handed = _forward(capture, slot, inputs)
+    else:
+        call = Call(program, capture, slot, inputs)
+        handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])
+    for index, position in plan.updates:
+        inputs[index].copy_(handed[position])
+    return tuple([_make(ret, handed, inputs) for ret in plan.returns])
+
+
+def _make(ret: Any, handed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+    if ret.how == "node":
+        return handed[ret.index]
+    if ret.how == "constant":
+        return ret.value
+    if ret.how == "input":
+        return inputs[ret.index]
+    base = handed[ret.index] if ret.how == "view_of_node" else inputs[ret.index]
+    return aot.view_again(base, ret.meta.like(), ret.requires_grad, ret.view_metas)
+
+
+def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Copy in, replay, write back, hand out. Runs without grad mode."""
+    plan = capture.plan
+    slot.fill(inputs)
+    slot.forward.replay()
+    for index in plan.mutated:
+        static = slot.statics[index]
+        if static is None:
+            torch.autograd.graph.increment_version(inputs[index])  # the region wrote it behind autograd's back
+        else:
+            compact(inputs[index]).copy_(compact(static))
+    inference = torch.is_inference_mode_enabled()
+    copied = capture.copied_outputs
+    return tuple(
+        [
+            _alias(slot.outputs[out.position], inference) if k not in copied else slot.outputs[out.position].clone()
+            for k, out in enumerate(plan.handed)
+        ]
+    )
+
+
+def _alias(buffer: torch.Tensor, inference: bool) -> torch.Tensor:
+    if not inference:
+        return buffer.detach()
+    new = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # an inference tensor, as eager's would be
+    return new.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.size(), buffer.stride())
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        plan = call.capture.plan
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        handed = _forward(call.capture, call.slot, call.inputs)
+        ctx.mark_non_differentiable(*[out for out, spec in zip(handed, plan.handed, strict=True) if not spec.requires_grad])
+        if plan.keeps:
+            for i in plan.saved_live:
+                call.watch(call.inputs[i], f"the {plan.inputs[i]}")
+            for k in plan.saved_handed:
+                if k not in call.capture.copied_outputs:
+                    call.watch(handed[k], f"output {k}")
+        else:
+            call.lease.end()
+        # One saved tensor at least, so that autograd itself says when the graph has been freed.
+        ctx.save_for_backward(*(call.keep_inputs() or differentiable[:1] if plan.keeps else call.keep_inputs()))
+        return handed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        call: Call = ctx.call
+        keeps, keep = call.capture.plan.keeps, keep_graph()
+        if keeps and not call.lease.held:
+            ctx.saved_tensors  # noqa: B018  raises autograd's error for a graph that has been freed
+        with call.program.lock:
+            try:
+                call.check_versions()
+                if torch.is_grad_enabled():
+                    result = _differentiable_backward(call, ctx, grads)
+                else:
+                    result = _backward(call, grads)
+            finally:
+                if keeps and not keep:
+                    call.end()
+        return (None, *result)
+
+
+def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    capture, slot = call.capture, call.slot
+    plan = capture.plan
+    tangents = [grads[k] for k in plan.tangents]
+    if any(tangent is None for tangent in tangents):
+        return _partial_backward(call, tangents)
+    with torch.inference_mode(False):
+        copy_all([compact(t) for t in slot.tangents], [compact_as(g, t) for g, t in zip(tangents, slot.tangents, strict=True)])
+        if slot.backward is None or not slot.gradients_free():
+            with autocast_off():
+                return tuple(plan.backward(*slot.backward_inputs()))  # type: ignore[misc]
+        slot.backward.replay()
+        copied = slot.copied_gradients
+        return tuple([g.clone() if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
+
+
+def compact_as(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The value, narrowed where ``like`` is expanded."""
+    assert value is not None
+    for dim, (size, stride) in enumerate(zip(like.size(), like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Some outputs have no gradient: eager would not run their part of the backward at all."""
+    plan = call.capture.plan
+    updates = {position for _, position in plan.updates}
+    tangents = [  # An in-place update without a gradient cannot be traced apart; it gets zeros, as in AOTAutograd.
+        torch.zeros_like(like) if tangent is None and position in updates else tangent
+        for tangent, like, position in zip(tangents, call.slot.tangents, plan.tangents, strict=True)
+    ]
+    graph, gradient_of = call.program.partial_backward(call.capture, tuple(tangent is not None for tangent in tangents))
+    saved = call.slot.backward_inputs()[: -len(tangents)]
+    with torch.inference_mode(False), autocast_off():
+        gradients = graph(*saved, *[tangent for tangent in tangents if tangent is not None])
+    found = dict(zip(gradient_of, gradients, strict=True))
+    return tuple([found.get(i) for i in plan.gradient_of])
+
+
+def _differentiable_backward(call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """``create_graph=True``: run the forward again, eagerly, and let autograd differentiate it.
+
+    Raises:
+        DoubleBackwardError: where running the forward again is not the same as the forward that ran.
+    """
+    plan = call.capture.plan
+    if not plan.repeatable:
+        raise DoubleBackwardError(
+            "double-backward",
+            "create_graph=True through a graphed callable whose forward cannot be run again",
+            where=", ".join(_why_not_repeatable(plan)),
+            observed="a forward that draws random numbers or changes its inputs in place",
+            expected="a forward that gives the same values when it runs a second time",
+            hint="run this callable eagerly where you need higher-order gradients: fxgraph.ungraph(callable)",
+        )
+    changed = [
+        str(plan.inputs[i])
+        for i, (tensor, version) in enumerate(zip(call.inputs, call.versions, strict=True))
+        if _version(tensor) != version
+    ]
+    if changed:
+        raise DoubleBackwardError(
+            "double-backward-input-changed",
+            "create_graph=True after an input of the graphed callable was changed in place",
+            where=", ".join(changed),
+            observed="another version counter than at the forward",
+            expected="inputs that are not changed between the forward and a backward with create_graph=True",
+            hint="clone the input before you change it",
+        )
+    inputs = list(call.inputs)
+    for i, tensor in zip(call.with_history, ctx.saved_tensors, strict=False):
+        inputs[i] = tensor
+    inputs = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in inputs]
+    outputs = call.program.recompute(call.capture, inputs)
+    pairs = {}
+    for ret, output in zip(plan.returns, outputs, strict=True):
+        if ret.how == "node":
+            pairs[ret.index] = output
+        elif ret.how == "view_of_node":
+            pairs.setdefault(ret.index, output._base)  # AOTAutograd hands out the base of such views
+    chosen = [(out, grads[k]) for k, out in pairs.items() if grads[k] is not None and out is not None and out.requires_grad]
+    return torch.autograd.grad(
+        [output for output, _ in chosen],
+        [inputs[i] for i in plan.gradient_of],
+        [grad for _, grad in chosen],
+        create_graph=True,
+        allow_unused=True,
+    )
+
+
+def _why_not_repeatable(plan: Plan) -> list[str]:
+    names = [str(plan.inputs[i]) for i in plan.mutated] + [str(plan.inputs[i]) for i, _ in plan.updates]
+    names += [f"op {node.target}" for node in random_nodes(plan.forward)]
+    return names

@@ -1,0 +1,232 @@
+"""Captures and their slots: static buffers, captured regions, and which slot is free right now.
+
+Note [Hand-out]
+
+An output of a replay is a buffer that the next replay of the same slot overwrites. Users get an alias of the buffer, without a
+copy, and the slot counts as taken as long as anybody else holds the buffer's storage: a tensor of the user's, a view of it,
+or a saved variable of autograd's (``torch._C._storage_Use_Count``). Who keeps outputs (a list of losses, a cache) would take
+one slot after the other. So a capture learns: an output once found held at the next call is handed out as a copy from then
+on, and the slot that is held is given up to its holder and replaced.
+
+Gradients likewise. ``AccumulateGrad`` takes a gradient that nobody else references as ``.grad`` without copying. If it is still
+there when the slot's backward comes round again (gradient accumulation, ``set_to_none=False``), this backward runs op by op into
+new memory, and the slot's backward region is captured anew with those gradients handed out as copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ._torch_compat.autograd import autocast_off
+from ._torch_compat.storage import Held
+from .engines import CapturedRegion, Engine, Pool
+from .plan import Plan
+
+
+class Lease:
+    """A forward that waits for its backward. It dies with the autograd node that owns it, and frees the slot then."""
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot: Slot | None = slot
+        slot.pending = True
+
+    @property
+    def held(self) -> bool:
+        """Whether the backward may still come."""
+        return self._slot is not None
+
+    def end(self) -> None:
+        """Give the slot back. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.give_back()
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class Slot:
+    """One set of static buffers with the regions captured on them.
+
+    Attributes:
+        pending: a forward of this slot waits for its backward.
+        statics: for each input of the program its static buffer, or None where the input is live.
+        outputs: buffers of the forward region.
+        gradients: buffers of the backward region, in the order of ``plan.gradient_of``.
+    """
+
+    def __init__(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> None:
+        self.capture = capture
+        self.pending = False
+        plan, engine = capture.plan, capture.engine
+        with torch.inference_mode(False), torch.no_grad():
+            self.statics = [
+                None if spec.live else engine.empty(capture.pool, value)
+                for spec, value in zip(plan.inputs, inputs, strict=True)
+            ]
+            self._arguments = [
+                value.detach() if static is None else static
+                for static, value in zip(self.statics, inputs, strict=True)
+            ]
+            self.fill(inputs)
+        mutated = [self._arguments[i] for i in plan.mutated]
+        with engine.unchanged(mutated):
+            self.forward: CapturedRegion = engine.capture(
+                capture.pool, plan.forward, self._arguments, capture.num_warmup_iters
+            )
+        self.outputs = self.forward.outputs
+        self._watch_outputs()
+        self.backward: CapturedRegion | None = None
+        self.gradients: tuple[torch.Tensor, ...] = ()
+        self.tangents: list[torch.Tensor] = []
+        self._held_gradients = Held([])
+        self.copied_gradients: set[int] = set()
+        self.stale_gradients: set[int] = set()
+
+    def capture_backward(self) -> None:
+        """Capture the backward region. The forward has been captured; it runs once more to give the saved values a value."""
+        plan, engine, pool = self.capture.plan, self.capture.engine, self.capture.pool
+        if plan.backward is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.tangents:
+                self.tangents = [engine.empty(pool, self.outputs[plan.handed[k].position]) for k in plan.tangents]
+                for tangent in self.tangents:
+                    compact(tangent).fill_(1)
+        with engine.unchanged([self._arguments[i] for i in plan.mutated]):
+            self.forward.replay()
+            self.backward = engine.capture(pool, plan.backward, self.backward_inputs(), self.capture.num_warmup_iters)
+        self.gradients = self.backward.outputs
+        self._held_gradients = Held(list(self.gradients))
+        self._watch_outputs()  # again: the backward region holds views of the forward's buffers
+
+    def _watch_outputs(self) -> None:
+        self._held = Held([self.outputs[out.position] for out in self.capture.plan.handed])
+
+    def backward_inputs(self) -> list[torch.Tensor]:
+        """The tensors that the backward graph takes, in its order."""
+        places = {"input": self._arguments, "forward": self.outputs, "tangent": self.tangents}
+        return [places[source.kind][source.index] for source in self.capture.plan.backward_inputs]
+
+    def fill(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copy the call's inputs into the static buffers."""
+        targets, sources = [], []
+        for static, value in zip(self.statics, inputs, strict=True):
+            if static is not None:
+                targets.append(compact(static))
+                sources.append(compact(value))
+        copy_all(targets, sources)
+
+    def free(self) -> bool:
+        """Whether a forward may overwrite this slot now."""
+        return not self.pending and not self._held.any()
+
+    def held(self) -> list[int]:
+        """Node outputs that somebody still holds."""
+        return self._held.which()
+
+    def gradients_free(self) -> bool:
+        """Whether the backward region may overwrite the gradients now; if not, remembers which ones stand in the way."""
+        if not self._held_gradients.any():
+            return True
+        self.stale_gradients.update(self._held_gradients.which())
+        return False
+
+    def renew_backward(self) -> None:
+        """Leave the gradient buffers that are held to their holders, and capture the backward into new ones."""
+        self.copied_gradients |= self.stale_gradients
+        self.stale_gradients = set()
+        if self.backward is not None:
+            self.backward.release()
+        self.capture_backward()
+
+    def give_back(self) -> None:
+        """The forward that was pending is not any more."""
+        self.pending = False
+        handed = {self.outputs[out.position].untyped_storage().data_ptr() for out in self.capture.plan.handed}
+        own = [buffer for buffer in self.outputs if buffer.untyped_storage().data_ptr() not in handed]
+        self.capture.engine.poison(own)
+
+    def release(self) -> None:
+        """Give up the regions; buffers that somebody holds stay theirs."""
+        self.forward.release()
+        if self.backward is not None:
+            self.backward.release()
+            self.backward = None
+
+
+class Capture:
+    """All slots for one signature of a program."""
+
+    def __init__(
+        self, graph: fx.GraphModule, plan: Plan, engine: Engine, pool: Pool, num_warmup_iters: int, max_in_flight: int
+    ) -> None:
+        self.graph = graph  # torch-level, with the plan's inputs: what runs where no replay can
+        self.plan, self.engine, self.pool = plan, engine, pool
+        self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
+        self.slots: list[Slot] = []
+        self.copied_outputs: set[int] = set()
+        self.replays = 0
+
+    def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
+        """Capture one more slot on these inputs."""
+        slot = Slot(self, inputs)
+        if with_backward:
+            try:
+                slot.capture_backward()
+            except BaseException:
+                slot.release()
+                raise
+        self.slots.append(slot)
+        return slot
+
+    def acquire(self, inputs: Sequence[torch.Tensor]) -> Slot | None:
+        """A slot that a forward may use now, captured if need be; None if ``max_in_flight`` forwards are pending."""
+        for slot in self.slots:
+            if slot.free():
+                if slot.stale_gradients:
+                    slot.renew_backward()
+                return slot
+        for slot in [slot for slot in self.slots if not slot.pending]:
+            self.copied_outputs.update(slot.held())  # Note [Hand-out]
+            self.slots.remove(slot)
+            slot.release()
+        if len(self.slots) >= self.max_in_flight:
+            return None
+        return self.add_slot(inputs)
+
+    def release(self) -> None:
+        """Give up all slots."""
+        for slot in self.slots:
+            slot.release()
+        self.slots = []
+
+    def __str__(self) -> str:
+        ops = sum(node.op == "call_function" for node in self.plan.forward.graph.nodes)
+        regions = "forward" if self.plan.backward is None else "forward and backward"
+        return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays"
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in one launch where there are several."""
+    with torch.no_grad(), autocast_off():
+        if len(targets) > 1:
+            torch._foreach_copy_(list(targets), list(sources))
+        elif targets:
+            targets[0].copy_(sources[0])
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its expanded dimensions narrowed to one element: all of its memory, each element once."""
+    if 0 not in tensor.stride():
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+

@@ -1,0 +1,282 @@
+"""Rules on single operators: which of them no CUDA graph can hold, one rule per reason.
+
+They hold on CPU graphs as well, so that a program behaves the same on a machine without a GPU. Torch-level graphs
+(symbolic_trace, Dynamo, export) are judged by what they show: a Python call may still run such an op inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from . import op_lists
+from .constraint import NodeConstraint, Satisfied, Verdict
+from .facts import (
+    argument,
+    describe_call,
+    dtype_of,
+    input_tensors_of,
+    is_aten,
+    name_of,
+    overload_of,
+    schema_argument,
+    tensors_of,
+    value_of,
+    where_of,
+)
+
+_COPIES = frozenset({"_to_copy", "copy_", "copy", "to", "cuda", "type", "type_as", "device_put", "_copy_from"})
+_INDEXING = frozenset(
+    {"getitem", "setitem", "index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"}
+)
+
+
+@dataclass(frozen=True)
+class _OpConstraint(NodeConstraint):
+    """A rule whose verdict on a node is a phrase that says what is wrong with its callee, or None."""
+
+    expected: ClassVar[str]
+
+    def reason(self, node: Node) -> str | None:
+        """Return what is wrong with ``node``, or None."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it forbids")
+
+    def node_verdict(self, node: Node) -> Verdict:
+        """Return the verdict on one node; placeholders, attributes and the output always satisfy."""
+        reason = self.reason(node) if node.op in ("call_function", "call_method", "call_module") else None
+        return Satisfied(self) if reason is None else self.violation(where_of(node), reason, self.expected)
+
+
+@dataclass(frozen=True)
+class HostSync(_OpConstraint):
+    """No op hands a value of the device to the host or makes the host wait, and none copies to or from host memory."""
+
+    id: ClassVar[str] = "host-sync"
+    title: ClassVar[str] = "an op makes the host wait for the device"
+    why: ClassVar[str] = "a replay runs without the host: what the host read at capture would be used for ever"
+    hint: ClassVar[str] = (
+        "keep the value as a tensor on the device (torch.where instead of if), or take it out of the region"
+    )
+    expected: ClassVar[str] = "an op that reads and writes the device only"
+
+    def reason(self, node: Node) -> str | None:
+        """Return the read, the check or the copy that involves the host, or None."""
+        name, op = name_of(node), overload_of(node)
+        if name in op_lists.READS_TO_HOST or (op is not None and torch.Tag.data_dependent_output in op.tags):
+            return f"{describe_call(node)} reads a value on the host"
+        if name in op_lists.CHECKS_ON_HOST or node.target in op_lists.HOST_FUNCTIONS:
+            return f"{describe_call(node)} waits for the device"
+        if str(op) in op_lists.SCALARS_ON_HOST:
+            return f"{describe_call(node)} reads a tensor's value on the host"
+        if name in op_lists.HOST_BOUNDS and _without_bounds(node):
+            return f"{describe_call(node)} without min and max reads them from the data"
+        return host_copy(node)
+
+
+@dataclass(frozen=True)
+class DataDependentShape(_OpConstraint):
+    """No op's output shape depends on values, and none looks for the true entries of a mask.
+
+    A boolean (or uint8) mask in ``index`` decides the output's shape. In ``index_put`` the shape is known, but on
+    CUDA the mask is turned into indices by ``nonzero`` all the same, which waits for the device. ATen avoids that
+    only where one number is written and its tensor is on the CPU (it runs ``masked_fill`` then); torch's own list
+    refuses this case too.
+    """
+
+    id: ClassVar[str] = "data-dependent-shape"
+    title: ClassVar[str] = "an op's output shape depends on values"
+    why: ClassVar[str] = "a replay launches the same kernels on the same sizes every time"
+    hint: ClassVar[str] = (
+        "use a form of fixed size: torch.where or masked_fill for a mask, output_size= for repeat_interleave, "
+        "minlength with one_hot().sum() for bincount, topk for a selection"
+    )
+    expected: ClassVar[str] = "an output shape that follows from the input shapes"
+
+    def reason(self, node: Node) -> str | None:
+        """Return the op that decides a shape from values, or None."""
+        name, op = name_of(node), overload_of(node)
+        if name in op_lists.DATA_DEPENDENT or _is_data_dependent_module(node):
+            return describe_call(node)
+        if name in _INDEXING:
+            mask = next((index for index in _indices(node) if is_mask(index)), None)
+            return None if mask is None else f"{describe_call(node)} with the boolean mask {mask}"
+        if name == "repeat_interleave":
+            return f"{describe_call(node)} without output_size" if _repeats_from_data(node) else None
+        if name == "where" and len(node.args) + len(node.kwargs) == 1:
+            return f"{describe_call(node)} of a condition alone"
+        if name == "one_hot":
+            classes = argument(node, "num_classes", 1)
+            return f"{describe_call(node)} without num_classes" if classes in (None, -1) else None
+        if op is not None and torch.Tag.dynamic_output_shape in op.tags:
+            return describe_call(node)
+        fresh = _fresh_symbols(node)
+        return f"{describe_call(node)} with the size {', '.join(fresh)}, which comes from the data" if fresh else None
+
+
+@dataclass(frozen=True)
+class CudagraphUnsafeOp(_OpConstraint):
+    """No op carries torch's tag ``cudagraph_unsafe`` or is on torch's list of ops that cannot be replayed."""
+
+    id: ClassVar[str] = "cudagraph-unsafe-op"
+    title: ClassVar[str] = "an op is known as unsafe in a CUDA graph"
+    why: ClassVar[str] = "torch, or the op's author, says that its kernels cannot be replayed"
+    hint: ClassVar[str] = "replace the op, or take it out of the region"
+    expected: ClassVar[str] = "an op without the tag torch.Tag.cudagraph_unsafe that torch does not list as forbidden"
+
+    def reason(self, node: Node) -> str | None:
+        """Return the op and how it is known, or None."""
+        op = overload_of(node)
+        if op is not None and torch.Tag.cudagraph_unsafe in op.tags:
+            return f"{describe_call(node)} carries the tag cudagraph_unsafe"
+        return f"{describe_call(node)} is on torch's list" if str(op) in op_lists.FORBIDDEN else None
+
+
+@dataclass(frozen=True)
+class HigherOrderOp(_OpConstraint):
+    """No op takes a function or a sub-graph, except the wrappers of one kernel in `op_lists.PLAIN_HIGHER_ORDER`."""
+
+    id: ClassVar[str] = "higher-order-op"
+    title: ClassVar[str] = "an op runs a function or a sub-graph"
+    why: ClassVar[str] = "control flow is decided on the host, and what the sub-graph does is not seen here"
+    hint: ClassVar[str] = "inline the sub-graph, or write the branch with torch.where"
+    expected: ClassVar[str] = "an operator on tensors"
+
+    def reason(self, node: Node) -> str | None:
+        """Return the higher-order op, or None."""
+        target = node.target
+        plain = op_lists.PLAIN_HIGHER_ORDER | {"print"}  # printing has a rule of its own
+        if isinstance(target, HigherOrderOperator) and target.name() not in plain:
+            return describe_call(node)
+        return None
+
+
+@dataclass(frozen=True)
+class UnregisteredGenerator(_OpConstraint):
+    """No random op draws from a generator other than the default ones and those in ``registered``."""
+
+    id: ClassVar[str] = "unregistered-generator"
+    title: ClassVar[str] = "a random op draws from a generator that is not registered"
+    why: ClassVar[str] = "a replay advances the registered generators only; others would repeat the same numbers"
+    hint: ClassVar[str] = "drop the generator argument and seed with torch.manual_seed"
+    expected: ClassVar[str] = "the default generator of the device"
+
+    registered: tuple[torch.Generator, ...] = ()
+
+    def reason(self, node: Node) -> str | None:
+        """Return the call with its foreign generator, or None."""
+        allowed = (torch.default_generator, *torch.cuda.default_generators, *self.registered)
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            held = value_of(value) if isinstance(value, Node) else value
+            if isinstance(held, torch.Generator) and not any(held is generator for generator in allowed):
+                return f"{describe_call(node)} with a torch.Generator on {held.device}"
+        for key in ("generator", "gen"):
+            held = node.kwargs.get(key)
+            if isinstance(held, Node) and value_of(held) is None:
+                return f"{describe_call(node)} with the generator {held}"
+        return None
+
+
+@dataclass(frozen=True)
+class PrintSideEffect(_OpConstraint):
+    """Nothing writes for a person to read: a replay would not write it again."""
+
+    id: ClassVar[str] = "print-side-effect"
+    title: ClassVar[str] = "the graph prints"
+    why: ClassVar[str] = (
+        "printing happens on the host, so a replay is silent, and printing a tensor waits for the device"
+    )
+    hint: ClassVar[str] = "print outside, from a returned value"
+    expected: ClassVar[str] = "no output from within the graph"
+
+    def reason(self, node: Node) -> str | None:
+        """Return what prints, or None."""
+        called = overload_of(node) or describe_call(node)
+        is_print_op = isinstance(node.target, HigherOrderOperator) and node.target.name() == "print"
+        return describe_call(node) if is_print_op or str(called) in op_lists.PRINTERS else None
+
+
+def host_copy(node: Node) -> str | None:
+    """Return the copy between host and device memory that ``node`` makes, in words, or None.
+
+    On a graph whose values are all on the CPU an ATen copy is none. ``x.to("cpu")`` is judged by its argument where the
+    device of ``x`` is unknown; ``x.cpu()`` says what it wants and is `HostSync`'s on every device.
+    """
+    if name_of(node) not in _COPIES:
+        return None
+    before = {tensor.device for tensor in input_tensors_of(node) if not tensor.is_meta}
+    after = {tensor.device for tensor in tensors_of(node) if not tensor.is_meta}
+    kinds = {device.type for device in before | after}
+    if "cpu" in kinds and len(kinds) > 1:
+        source = _names(before - after) or _names(before)
+        return f"{describe_call(node)} from {source} to {_names(after)}"
+    if not before and not is_aten(node) and name_of(node) == "to":
+        wanted = [value for value in (*node.args[1:], *node.kwargs.values()) if isinstance(value, (str, torch.device))]
+        if wanted and torch.device(wanted[0]).type == "cpu":
+            return f"{describe_call(node)} to cpu"
+    return None
+
+
+def is_mask(index: Any) -> bool:
+    """Return whether an index is a boolean (or uint8) tensor: by its dtype, else by what computes it."""
+    dtype = dtype_of(index)
+    if dtype is not None:
+        return dtype in (torch.bool, torch.uint8)
+    if not isinstance(index, Node) or value_of(index) is not None:
+        return False
+    name = name_of(index)
+    if name in op_lists.MASK_COMBINERS:
+        return any(is_mask(source) for source in index.all_input_nodes)
+    return name in op_lists.MASK_MAKERS
+
+
+def _names(devices: set[torch.device]) -> str:
+    return " and ".join(sorted(str(device) for device in devices))
+
+
+def _without_bounds(node: Node) -> bool:
+    low, high = argument(node, "min", 2), argument(node, "max", 3)
+    return (0 if low is None else low) == (0 if high is None else high)
+
+
+def _indices(node: Node) -> Iterator[Any]:
+    if (
+        name_of(node) == "getitem"
+        and isinstance(node.args[0], Node)
+        and isinstance(value_of(node.args[0]), (tuple, list))
+    ):
+        return  # an element of a tuple, not of a tensor
+    index = argument(node, "indices", 1)
+    yield from index if isinstance(index, (tuple, list)) else (index,)
+
+
+def _repeats_from_data(node: Node) -> bool:
+    op = overload_of(node)
+    size = node.kwargs.get("output_size") if op is None else schema_argument(node, op, "output_size")
+    alone = len(node.args) + ("repeats" in node.kwargs) == 1
+    repeats = argument(node, "repeats", 0 if alone else 1)
+    return size is None and isinstance(repeats, Node) and not isinstance(value_of(repeats), (int, torch.SymInt))
+
+
+def _is_data_dependent_module(node: Node) -> bool:
+    owner = node.graph.owning_module
+    if node.op != "call_module" or owner is None:
+        return False
+    return isinstance(owner.get_submodule(str(node.target)), op_lists.DATA_DEPENDENT_MODULES)
+
+
+def _fresh_symbols(node: Node) -> list[str]:
+    """Names of the symbols in the node's output sizes that stand for unknown data and occur in no input tensor's
+    sizes.
+    """
+    if not any(isinstance(size, torch.SymInt) for tensor in tensors_of(node) for size in tensor.shape):
+        return []
+    known = {symbol for tensor in input_tensors_of(node) for symbol in free_unbacked_symbols(tensor)}
+    found = {symbol for tensor in tensors_of(node) for symbol in free_unbacked_symbols(tensor)}
+    return sorted(str(symbol) for symbol in found - known)

@@ -1,0 +1,198 @@
+"""How a rule is named, judged and reported.
+
+A constraint is an object, not an ``if``: it has a permanent id, a title, one sentence why, and a hint. Judging it gives
+a verdict that is either truthy (`Satisfied`) or falsy *and carries the reason* (`Violation`), so that a caller can both
+branch on it and print it. `judge` runs constraints over one subject and reports all violations at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from torch.fx import GraphModule, Node
+
+S_contra = TypeVar("S_contra", contravariant=True)
+
+_KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*\Z")
+_TEXTS = ("id", "title", "why", "hint")
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of a verdict; every part is optional.
+
+    Attributes:
+        file: source file of the user's code.
+        line: line in ``file``, counted from 1.
+        node: name of the FX node.
+        path: the value in the user's terms, e.g. ``buffer 'bn.running_mean'`` or ``args[1]['mask']``.
+    """
+
+    file: str | None = None
+    line: int | None = None
+    node: str | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.path:
+            parts.append(self.path)
+        if self.node:
+            parts.append(f"node {self.node}")
+        if self.file:
+            parts.append(self.file if self.line is None else f"{self.file}:{self.line}")
+        return ", ".join(parts) if parts else "unknown place"
+
+
+@dataclass(frozen=True)
+class Satisfied:
+    """The truthy verdict: ``constraint`` holds."""
+
+    constraint: Constraint[Any]
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The falsy verdict: ``constraint`` does not hold at ``where``.
+
+    Attributes:
+        constraint: the rule that is violated.
+        where: the place.
+        observed: what is there.
+        expected: what would satisfy the rule.
+        hint: what to do about it.
+    """
+
+    constraint: Constraint[Any]
+    where: Where
+    observed: str
+    expected: str
+    hint: str
+
+    @property
+    def id(self) -> str:
+        """The permanent id of the violated rule."""
+        return self.constraint.id
+
+    @property
+    def title(self) -> str:
+        """The title of the violated rule."""
+        return self.constraint.title
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        rows = {"where": str(self.where), "observed": self.observed, "expected": self.expected, "hint": self.hint}
+        lines = [f"[{self.id}] {self.title}"]
+        for label, text in rows.items():
+            lines.append(f"  {label + ':':<9} " + text.replace("\n", "\n" + " " * 12))
+        return "\n".join(lines)
+
+
+Verdict: TypeAlias = "Satisfied | Violation"
+
+
+@dataclass(frozen=True)
+class Constraint(Generic[S_contra]):
+    """One named rule about a subject. Subclasses are frozen dataclasses whose fields are the rule's options.
+
+    Class attributes:
+        id: permanent kebab-case name; never reused for another meaning.
+        title: what is wrong when it is violated, without context.
+        why: one sentence why the rule exists.
+        hint: what a user can do, the default of `Violation.hint`.
+
+    Raises:
+        TypeError: on definition of a subclass whose ``id`` is not kebab-case or that has an ``id`` but lacks a text.
+    """
+
+    id: ClassVar[str]
+    title: ClassVar[str]
+    why: ClassVar[str]
+    hint: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "id"):
+            return  # an intermediate base, such as NodeConstraint
+        if not _KEBAB.match(cls.id):
+            raise TypeError(f"{cls.__name__}.id must be kebab-case, got {cls.id!r}")
+        for text in _TEXTS:
+            if not getattr(cls, text, None):
+                raise TypeError(f"{cls.__name__} has the id {cls.id!r} but no {text}")
+
+    def violations(self, subject: S_contra) -> Iterator[Violation]:
+        """Yield every violation in ``subject``, in the subject's own order."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is judged")
+
+    def verdict(self, subject: S_contra) -> Verdict:
+        """Return the first violation in ``subject``, or `Satisfied`."""
+        return next(self.violations(subject), Satisfied(self))
+
+    def violation(self, where: Where, observed: str, expected: str, hint: str | None = None) -> Violation:
+        """Return a `Violation` of this rule; ``hint`` defaults to the rule's own."""
+        return Violation(self, where, observed, expected, self.hint if hint is None else hint)
+
+
+@dataclass(frozen=True)
+class NodeConstraint(Constraint[GraphModule]):
+    """A rule that is judged node by node, so that a caller also learns *which* nodes violate it (`node_verdict`)."""
+
+    def node_verdict(self, node: Node) -> Verdict:
+        """Return the verdict on one node."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how a node is judged")
+
+    def violations(self, subject: GraphModule) -> Iterator[Violation]:
+        """Yield the violation of each node, in the graph's order, nested GraphModules that are called included."""
+        for node in subject.graph.nodes:
+            verdict = self.node_verdict(node)
+            if isinstance(verdict, Violation):
+                yield verdict
+            if node.op == "call_module":
+                child = subject.get_submodule(str(node.target))
+                if isinstance(child, GraphModule):
+                    yield from self.violations(child)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All violations found in one subject. Truthy if and only if there is none."""
+
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no violation."""
+        return not self.violations
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of the violated rules, each once, in order of appearance."""
+        return tuple(dict.fromkeys(violation.id for violation in self.violations))
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __add__(self, other: Report) -> Report:
+        if not isinstance(other, Report):
+            return NotImplemented
+        return Report(self.violations + other.violations)
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "no violations"
+        count = len(self.violations)
+        head = "1 violation" if count == 1 else f"{count} violations"
+        return "\n\n".join([head, *(str(violation) for violation in self.violations)])
+
+
+def judge(subject: S_contra, constraints: Iterable[Constraint[S_contra]]) -> Report:
+    """Judge ``subject`` by every constraint and return all violations, grouped by constraint in the given order."""
+    return Report(tuple(violation for constraint in constraints for violation in constraint.violations(subject)))

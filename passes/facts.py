@@ -1,0 +1,172 @@
+"""What can be read off one FX node: its operator, its tensors, its place in the user's code. Nothing is changed."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from .constraint import Where
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+# Frames in these folders are never the user's. The sibling package that builds on this one is known by its path only.
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_LIBRARY_FOLDERS = tuple(
+    os.path.join(folder, "") for folder in (_TORCH, _HERE, os.path.join(os.path.dirname(_HERE), "fxgraph"))
+)
+_FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.MULTILINE)
+
+
+def is_library_file(file: str) -> bool:
+    """Return whether ``file`` belongs to torch, to this package or to generated FX code, rather than to the user."""
+    return file.startswith("<eval_with_key") or file.startswith(_LIBRARY_FOLDERS)
+
+
+def where_of(node: Node, path: str | None = None) -> Where:
+    """Return the node's name and the innermost frame of its stack trace that is in the user's own files, if any."""
+    frames = list(_FRAME.finditer(node.stack_trace or ""))
+    for frame in reversed(frames):
+        if not is_library_file(frame["file"]):
+            return Where(file=frame["file"], line=int(frame["line"]), node=node.name, path=path)
+    return Where(node=node.name, path=path)
+
+
+def value_of(node: Node) -> Any:
+    """Return the fake value that the tracer left on ``node``, or None.
+
+    AOTAutograd, make_fx and export call it ``val``, Dynamo ``example_value``.
+    """
+    value = node.meta.get("val")
+    return node.meta.get("example_value") if value is None else value
+
+
+def tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors in the node's value, in order."""
+    return tuple(leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor))
+
+
+def input_tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors of all nodes that ``node`` reads, in order."""
+    return tuple(tensor for source in node.all_input_nodes for tensor in tensors_of(source))
+
+
+def dtype_of(arg: Any) -> torch.dtype | None:
+    """Return the dtype of an argument of a node: of a node's fake tensor, or of a tensor constant; None if unknown."""
+    value = value_of(arg) if isinstance(arg, Node) else arg
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def overload_of(node: Node) -> OpOverload | None:
+    """Return the operator that ``node`` calls, or None.
+
+    A packet (``torch.ops.ns.name``) counts if it has one overload or a ``default`` one.
+    """
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target
+    if isinstance(target, OpOverloadPacket):
+        names = target.overloads()
+        chosen = "default" if "default" in names else names[0]
+        return getattr(target, chosen) if "default" in names or len(names) == 1 else None
+    return None
+
+
+@cache
+def _functions() -> dict[int, str]:
+    """Ids of torch's and `operator`'s functions and of tensor methods -> their plain names, for torch-level graphs."""
+    named: dict[int, str] = {}
+    for owner in (operator, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch):
+        for name in dir(owner):
+            function = getattr(owner, name, None)
+            if callable(function) and not isinstance(function, type):
+                named[id(function)] = name
+    return named
+
+
+def name_of(node: Node) -> str | None:
+    """Return the plain name of what a node calls.
+
+    It is ``nonzero`` for ``aten.nonzero.default``, ``torch.nonzero(x)``, ``x.nonzero()`` and ``torch.Tensor.nonzero``;
+    None for anything that is not torch's, and for higher-order operators.
+    """
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, OpOverload) else target
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        return name if namespace in ("aten", "prims") else None
+    return _functions().get(id(target))
+
+
+def is_aten(node: Node) -> bool:
+    """Return whether ``node`` calls a torch operator (``torch.ops...``) rather than a Python function or method."""
+    return isinstance(node.target, (OpOverload, OpOverloadPacket))
+
+
+def describe_call(node: Node) -> str:
+    """Return the callee as a person writes it: ``aten.add.Tensor``, ``torch.nonzero``, ``Tensor.item``."""
+    target = node.target
+    if node.op == "call_method":
+        return f"Tensor.{target}"
+    if node.op == "call_module":
+        return f"module {target!r}"
+    if isinstance(target, (OpOverload, OpOverloadPacket, str)):
+        return str(target)
+    if isinstance(target, HigherOrderOperator):
+        return f"torch.ops.{target.namespace}.{target.name()}"
+    return describe_callable(target)
+
+
+def describe_callable(function: Callable[..., Any]) -> str:
+    """Return ``module.name`` of a Python callable, as short as stays unambiguous."""
+    module = (getattr(function, "__module__", None) or "").removeprefix("_")
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    known = _functions().get(id(function))
+    if known is not None and module in ("", "torch", "torch.functional"):
+        return f"Tensor.{known}" if type(function).__name__ == "method_descriptor" else f"torch.{known}"
+    return f"{module}.{name}" if module else name
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Return shape, dtype and device in one phrase: ``shape (4, 8), torch.float32, cpu``."""
+    shape = ", ".join(str(size) for size in tensor.shape)
+    shape = f"({shape},)" if tensor.dim() == 1 else f"({shape})"
+    return f"shape {shape}, {tensor.dtype}, {tensor.device}"
+
+
+def argument(node: Node, name: str, position: int) -> Any:
+    """Return an argument of a call by keyword or position (``self`` counts as 0); None when it is absent."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    return node.args[position] if position < len(node.args) else None
+
+
+def schema_argument(node: Node, op: OpOverload, name: str) -> Any:
+    """Return the argument called ``name`` in the schema of ``op``.
+
+    It is the default where the call omits it, None where the schema has no such argument.
+    """
+    for position, declared in enumerate(op._schema.arguments):
+        if declared.name == name:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            if position < len(node.args) and not declared.kwarg_only:
+                return node.args[position]
+            return declared.default_value
+    return None
+
+
+def calls(gm: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of ``gm`` that call something."""
+    return (node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module"))

@@ -1,0 +1,112 @@
+"""What is known of single operators that no CUDA graph can hold: data for the rules in `capturable`.
+
+Two kinds of names appear. *Plain* names (``item``, ``nonzero``) stand for the ATen operator, the function in
+``torch`` and the method of ``torch.Tensor`` alike. *Full* names (``aten.topk.default``) are what ``str`` of an
+overload gives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+READS_TO_HOST: frozenset[str] = frozenset(
+    {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "tolist", "numpy", "cpu"}
+    | {"__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"}
+)
+"""Plain names of what hands a value of the device to the host, whatever the arguments."""
+
+CHECKS_ON_HOST: frozenset[str] = frozenset({"_assert_scalar", "_linalg_check_errors"})
+"""Plain names of checks that look at a value on the host. ``_assert_async`` checks on the device and is fine."""
+
+SCALARS_ON_HOST: frozenset[str] = frozenset(
+    {"aten.normal.float_Tensor", "aten.normal.Tensor_Tensor"}
+    | {
+        "aten.masked_fill.Tensor",
+        "aten.masked_fill_.Tensor",
+        "aten.index_fill.int_Tensor",
+        "aten.index_fill_.int_Tensor",
+    }
+    | {f"aten.{name}.{kind}" for name in ("linspace", "logspace") for kind in ("Tensor_Tensor", "Tensor_Scalar")}
+    | {f"aten.{name}.Scalar_Tensor" for name in ("linspace", "logspace")}
+    | {"aten.linalg_matrix_exp.default", "aten.linalg_eig.default", "aten._linalg_eigvals.default"}
+)
+"""Full names of ops whose kernel reads a tensor's value on the host: ``normal`` checks ``std.min().ge(0).item()``;
+``masked_fill``, ``index_fill``, ``linspace`` and ``logspace`` take ``.item()`` of a 0-dim tensor; ``matrix_exp``
+picks the degree of its polynomial from the norms; ``eig`` looks at the solver's status. ``multinomial`` checks on the
+device.
+"""
+
+HOST_BOUNDS: frozenset[str] = frozenset({"histc"})
+"""Ops that compute missing bounds from the data and read them on the host: only with ``min == max``."""
+
+HOST_FUNCTIONS: frozenset[object] = frozenset({torch.cuda.synchronize})
+"""Python functions that make the host wait for the device."""
+
+DATA_DEPENDENT: frozenset[str] = frozenset(
+    {"nonzero", "argwhere", "masked_select", "bincount", "combinations"}
+    | {"unique", "unique_consecutive", "unique_dim", "_unique", "_unique2", "unique_dim_consecutive"}
+)
+"""Plain names of ops whose output shape depends on values, whatever the arguments."""
+
+DATA_DEPENDENT_MODULES: tuple[type[torch.nn.Module], ...] = (torch.nn.AdaptiveLogSoftmaxWithLoss, torch.nn.CTCLoss)
+"""Leaf modules of torch.nn that call such an op inside: AdaptiveLogSoftmaxWithLoss nonzero, CTCLoss the lengths on
+the host.
+"""
+
+FORBIDDEN: frozenset[str] = frozenset(
+    {"aten._fused_moving_avg_obs_fq_helper.default", "aten._fused_moving_avg_obs_fq_helper_functional.default"}
+    | {"fbgemm.dense_to_jagged.default", "fbgemm.jagged_to_padded_dense.default"}
+    # On ROCm, topk kernels fault on the second replay.
+    | ({"aten.topk.default"} if torch.version.hip is not None else set())
+)
+"""Full names of ops that torch knows as not replayable without carrying its ``cudagraph_unsafe`` tag."""
+
+PLAIN_HIGHER_ORDER: frozenset[str] = frozenset(
+    {
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "triton_kernel_wrapper_mutation",
+        "triton_kernel_wrapper_functional",
+    }
+)
+"""Higher-order ops that only wrap one kernel and have no control flow, no Python and no state of their own."""
+
+PRINTERS: frozenset[str] = frozenset({"aten._print.default", "builtins.print", "warnings.warn", "print"})
+"""Full names of what writes for a person to read."""
+
+EXOTIC_LAYOUT: frozenset[str] = frozenset(
+    {"to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "to_mkldnn"}
+    | {"sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor"}
+    | {"sparse_compressed_tensor", "quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic"}
+)
+"""Plain names of what makes a tensor that is not strided and dense; needed where a graph carries no fake values."""
+
+MASK_MAKERS: frozenset[str] = frozenset(
+    {"gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "not_equal"}
+    | {
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "logical_xor",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "isin",
+        "isclose",
+        "signbit",
+    }
+    | {"isposinf", "isneginf", "isreal", "bool", "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"}
+)
+"""Plain names of what always gives a boolean tensor."""
+
+MASK_COMBINERS: frozenset[str] = frozenset(
+    {"and_", "or_", "xor", "invert", "inv", "not_", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"}
+    | {"__and__", "__or__", "__xor__", "__invert__"}
+)
+"""Plain names of what gives a boolean tensor when its operands are."""
+
+NEVER_ON_STREAM: frozenset[str] = frozenset({"barrier", "monitored_barrier_", "recv_any_source_", "monitored_barrier"})
+"""Collectives during which the host waits, on any backend."""
+
+STREAM_BACKENDS: tuple[str, ...] = ("nccl",)
+"""Backends of torch.distributed that put a collective on the current CUDA stream as ordinary kernels."""

@@ -1,0 +1,151 @@
+"""The driver of passes: it verifies before the first and after each one, times them, and says which one is guilty."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from .base import Pass, PassError
+from .constraint import Constraint, judge
+from .facts import describe_callable
+from .show import diff, show
+from .verify import WELL_FORMED
+
+AnyPass: TypeAlias = Pass | PassBase | Callable[[GraphModule], Any]
+"""A pass of ours, one of torch.fx (`PassBase`), or a function of a GraphModule that returns one, a `PassResult`, or
+None for a change in place.
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass did.
+
+    Attributes:
+        name: the pass with its options.
+        modified: whether the graph's text changed.
+        seconds: wall time of the pass, verification not included.
+        diff: unified diff of the graph's text; empty if unchanged.
+    """
+
+    name: str
+    modified: bool
+    seconds: float
+    diff: str
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """The rewritten graph and what each pass did to it."""
+
+    graph_module: GraphModule
+    steps: tuple[Step, ...]
+
+    @property
+    def modified(self) -> bool:
+        """Whether any pass changed the graph."""
+        return any(step.modified for step in self.steps)
+
+    def __str__(self) -> str:
+        """One line per pass: what it did and how long it took in milliseconds."""
+        words = {True: "changed", False: "unchanged"}
+        rows = (f"{step.seconds * 1e3:8.2f} ms  {words[step.modified]:<9}  {step.name}" for step in self.steps)
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A sequence of passes, itself callable.
+
+    The graph that is given is left untouched: passes work on a copy that shares its parameters, buffers and submodules.
+
+    Attributes:
+        passes: run in this order.
+        constraints: judged before the first pass and after each.
+    """
+
+    passes: tuple[AnyPass, ...]
+    constraints: tuple[Constraint[GraphModule], ...] = WELL_FORMED
+
+    def __call__(self, gm: GraphModule) -> PipelineResult:
+        """Run the passes over a copy of ``gm``.
+
+        Raises:
+            PassError: naming the guilty pass, with the violations and its diff. If a pass raised an exception, that
+                is the ``__cause__``.
+        """
+        report = judge(gm, self.constraints)
+        if not report:
+            raise PassError("input", "verify", "the graph is malformed before the first pass", report)
+        current, steps = copy_graph_module(gm), []
+        for one in self.passes:
+            current, step = self._step(one, current)
+            steps.append(step)
+        return PipelineResult(current, tuple(steps))
+
+    def _step(self, one: AnyPass, gm: GraphModule) -> tuple[GraphModule, Step]:
+        name, before, start = pass_name(one), show(gm), time.perf_counter()
+        try:
+            returned = one(gm)
+        except PassError as error:
+            problem, change = error.problem, diff(before, show(gm), name)
+            raise PassError(error.pass_name, error.stage, problem, error.report, change) from error
+        except Exception as error:
+            problem = f"raised {type(error).__name__}: {error}"
+            raise PassError(name, "run", problem, diff=diff(before, show(gm), name)) from error
+        seconds = time.perf_counter() - start
+        result = _graph_module(name, gm, returned)
+        change = diff(before, show(result), name)
+        report = judge(result, self.constraints)
+        if not report:
+            raise PassError(name, "verify", "the graph is malformed after this pass", report, change)
+        return result, Step(name, bool(change), seconds, change)
+
+
+def apply(gm: GraphModule, passes: Iterable[AnyPass]) -> GraphModule:
+    """Return a rewritten copy of ``gm`` that shares its parameters and buffers; ``gm`` itself is left untouched.
+
+    Raises:
+        PassError: see `Pipeline`.
+    """
+    return Pipeline(tuple(passes))(gm).graph_module
+
+
+def copy_graph_module(gm: GraphModule) -> GraphModule:
+    """Return a GraphModule with its own copy of the graph on the same parameters, buffers and submodules.
+
+    Metadata of nodes and code generation are copied too.
+    """
+    graph = Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
+    copied_nodes: dict[Node, Node] = {}
+    returned = graph.graph_copy(gm.graph, copied_nodes)
+    if returned is not None:
+        graph.output(returned).meta = dict(gm.graph.output_node().meta)
+    graph.set_codegen(gm.graph._codegen)
+    copied = GraphModule(gm, graph, class_name=type(gm).__name__.removesuffix("Impl"))
+    copied.meta.update(gm.meta)
+    copied.train(gm.training)
+    return copied
+
+
+def pass_name(one: AnyPass) -> str:
+    """Return the name of a pass in messages: ours with its options, torch.fx's by class, a function by its own name."""
+    if isinstance(one, Pass):
+        return one.name
+    if isinstance(one, PassBase):
+        return type(one).__qualname__
+    return describe_callable(one)
+
+
+def _graph_module(name: str, given: GraphModule, returned: Any) -> GraphModule:
+    if returned is None:
+        return given
+    result = returned.graph_module if isinstance(returned, PassResult) else returned
+    if not isinstance(result, GraphModule):
+        raise PassError(name, "run", f"returned {type(result).__name__}, expected a GraphModule, a PassResult or None")
+    return result
