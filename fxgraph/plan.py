@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+import passes
+
 from ._torch_compat import aot
 from .trace import InputSpec, JointGraph, OutputKind, output_args
 
@@ -234,6 +236,9 @@ def _plan_backward(
     gradients = output_args(backward)
     plan.gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
     backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
+    # A gradient that is the tangent itself, a parameter's memory or another gradient's would change under its holder.
+    own_memory = passes.CloneAliasedOutputs(outputs=tuple(range(len(plan.gradient_of))))
+    backward = own_memory(backward).graph_module
     backward.graph.eliminate_dead_code()
     backward.recompile()
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
@@ -277,6 +282,19 @@ _getitem = __import__("operator").getitem
 _HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}
 
 
+@dataclasses.dataclass(frozen=True)
+class PartialBackward:
+    """A backward for the case that only some tangents are defined.
+
+    ``graph`` takes the saved values with the indices ``saved``, then the defined tangents; its outputs are the gradients of the
+    inputs ``gradient_of``.
+    """
+
+    graph: fx.GraphModule
+    saved: tuple[int, ...]
+    gradient_of: tuple[int, ...]
+
+
 def outputs_without_gradient(joint: JointGraph, defined: tuple[bool, ...]) -> list[int]:
     """The user outputs to which no gradient flows, where only some tangents are defined.
 
@@ -301,7 +319,7 @@ def outputs_without_gradient(joint: JointGraph, defined: tuple[bool, ...]) -> li
     return sorted(found)
 
 
-def partial_backward(plan: Plan, narrowed: JointGraph) -> tuple[fx.GraphModule, tuple[int, ...]]:
+def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
     """A backward over the plan's saved values for fewer outputs.
 
     ``narrowed`` is the joint graph of the same program with some outputs detached. Its forward part computes the same values in
@@ -321,12 +339,14 @@ def partial_backward(plan: Plan, narrowed: JointGraph) -> tuple[fx.GraphModule, 
     tangents = narrowed.gm.graph.find_nodes(op="placeholder")[len(plan.inputs) :]
     gradients = output_args(narrowed.gm)[narrowed.num_forward :]
     gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
-    inputs = [found[original[name]] for name in plan.saved_names] + tangents
+    first_of: dict[fx.Node, int] = {}  # two saved values can be one value under two names
+    for k, name in enumerate(plan.saved_names):
+        first_of.setdefault(found[original[name]], k)
     try:
-        graph = aot.extract(narrowed.gm, inputs, [gradients[i] for i in gradient_of])
+        graph = aot.extract(narrowed.gm, [*first_of, *tangents], [gradients[i] for i in gradient_of])
     except AssertionError as error:
         raise CannotPlan(f"the backward of some of the outputs needs more than was saved: {error}") from error
-    return graph, gradient_of
+    return PartialBackward(graph, tuple(first_of.values()), gradient_of)
 
 
 class _Numbering:

@@ -86,7 +86,7 @@ class Program:
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.replays = 0
         self._autocast = AutocastState.now()
-        self._partial: weakref.WeakKeyDictionary[Capture, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], plan.PartialBackward]] = weakref.WeakKeyDictionary()
         ALIVE.add(self)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ class Program:
         with torch.enable_grad(), self._autocast.again():
             return tuple(capture.graph(*inputs))
 
-    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> plan.PartialBackward:
         """See :class:`fxgraph.replay.Runner`."""
         known = self._partial.setdefault(capture, {})
         if defined not in known:
@@ -156,8 +156,7 @@ class Program:
                     observed=str(error),
                     hint="use every output in the loss, or run the callable eagerly: fxgraph.ungraph(callable)",
                 ) from error
-        result: tuple[fx.GraphModule, tuple[int, ...]] = known[defined]
-        return result
+        return known[defined]
 
     def _capture_for(self, inputs: Sequence[Any]) -> Capture:
         if not all(isinstance(value, (torch.Tensor, int, float, bool, complex)) for value in inputs):

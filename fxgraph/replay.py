@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import fx
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import autocast_off, keep_graph
 from .errors import DoubleBackwardError
-from .plan import Plan, random_nodes
+from .plan import PartialBackward, Plan, random_nodes
 from .slots import Capture, Lease, Slot, compact, copy_all
 
 
@@ -83,7 +82,7 @@ class Runner(Protocol):
 
     lock: threading.RLock
 
-    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> PartialBackward:
         """Backward graph for the case that only some tangents are defined, and the inputs that its outputs belong to."""
 
     def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -216,11 +215,12 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
         torch.zeros_like(like) if tangent is None and position in updates else tangent
         for tangent, like, position in zip(tangents, call.slot.tangents, plan.tangents, strict=True)
     ]
-    graph, gradient_of = call.program.partial_backward(call.capture, tuple(tangent is not None for tangent in tangents))
-    saved = call.slot.backward_inputs()[: -len(tangents)]
+    partial = call.program.partial_backward(call.capture, tuple(tangent is not None for tangent in tangents))
+    given = call.slot.backward_inputs()
+    arguments = [given[k] for k in partial.saved] + [tangent for tangent in tangents if tangent is not None]
     with torch.inference_mode(False), autocast_off():
-        gradients = graph(*saved, *[tangent for tangent in tangents if tangent is not None])
-    found = dict(zip(gradient_of, gradients, strict=True))
+        gradients = partial.graph(*arguments)
+    found = dict(zip(partial.gradient_of, gradients, strict=True))
     return tuple([found.get(i) for i in plan.gradient_of])
 
 

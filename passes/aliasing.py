@@ -2,9 +2,9 @@
 
 Note [Aliases of a node]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Two values alias if a schema says so, or if their fake values lie on one storage. Neither alone is enough: a graph traced
-on real tensors has fresh fake storages, and some operators alias without saying so (`_UNDECLARED`, composite ones). A
-false alarm costs one copy; a miss would hand out memory that something else overwrites.
+Two values alias if a schema says so, or if their fake values lie on one storage. Neither alone is enough: a graph
+traced on real tensors has fresh fake storages, and some operators alias without saying so (`_UNDECLARED`, composite
+ones). A false alarm costs one copy; a miss would hand out memory that something else overwrites.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _shared_with_return(node: Node, position: int) -> list[Node]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Whether the op is written in terms of others, and so may give back an input, as ``dropout`` in evaluation mode."""
+    """Whether the op is written in terms of others, and so may give back an input, as ``dropout`` may."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 

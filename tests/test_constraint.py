@@ -206,12 +206,13 @@ RULES = [*passes.CONTRACT, *passes.UNUSED_INPUT, *passes.CAPTURABLE, *passes.WEL
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_every_rule_has_texts_for_a_person_and_a_docstring(rule: Constraint[object]) -> None:
     for text in (rule.title, rule.why, rule.hint):
-        assert text[0].islower() or text.startswith("torch.")
-        assert not text.endswith(".")
+        assert text == text.strip() and "\n" not in text and not text.endswith(".")
     assert type(rule).__doc__
 
 
-@pytest.mark.parametrize("rules", [passes.CONTRACT, passes.CAPTURABLE, passes.WELL_FORMED], ids=["call", "graph", "form"])
+@pytest.mark.parametrize(
+    "rules", [passes.CONTRACT, passes.CAPTURABLE, passes.WELL_FORMED], ids=["call", "graph", "form"]
+)
 def test_ids_within_one_list_are_unique(rules: tuple[Constraint[object], ...]) -> None:
     ids = [rule.id for rule in rules]
     assert len(set(ids)) == len(ids)
@@ -246,6 +247,8 @@ def test_the_package_works_alone_and_never_initialises_cuda(tmp_path: Path) -> N
         print(torch.cuda.is_initialized(), "fxgraph" in sys.modules)
         """
     )
-    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["('data-dependent-shape',)", "True", "4", "False False"]
