@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .base import Pass
 from .constraint import Constraint
-from .facts import value_of
+from .facts import constant_of, value_of
 from .verify import AtenLevel, HasFakeValues
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class CloneAliasedOutputs(Pass):
         changed = False
         for position in sorted(set(self.outputs)):
             node = flat[position]
-            value = _tensor_of(gm, node)
+            value = _tensor_of(node)
             if value is None:
                 continue
             storage = aliases.storage(node)
@@ -185,11 +185,11 @@ def _is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def _tensor_of(gm: GraphModule, node: Any) -> torch.Tensor | None:
+def _tensor_of(node: Any) -> torch.Tensor | None:
     """The tensor that an output stands for, fake where there is one; None for an output that is no tensor."""
     value = value_of(node) if isinstance(node, Node) else None
-    if value is None and isinstance(node, Node) and node.op == "get_attr":
-        value = operator.attrgetter(str(node.target))(gm)
+    if value is None and isinstance(node, Node):
+        value = constant_of(node)
     return value if isinstance(value, torch.Tensor) else None
 
 

@@ -20,6 +20,7 @@ from . import op_lists
 from .constraint import NodeConstraint, Satisfied, Verdict
 from .facts import (
     argument,
+    constant_of,
     describe_call,
     dtype_of,
     input_tensors_of,
@@ -78,6 +79,24 @@ class HostSync(_OpConstraint):
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
             return f"{describe_call(node)} without min and max reads them from the data"
         return host_copy(node)
+
+    def is_consequence(self, node: Node) -> bool:
+        """Return whether ``node`` only asserts something about a number or a size that an op read from the data.
+
+        Tracers add such asserts behind every op of that kind; it is the op that a report names.
+        """
+        if name_of(node) != "_assert_scalar":
+            return False
+        shapes = DataDependentShape()
+        waiting, seen = list(node.all_input_nodes), {node}
+        while waiting:
+            source = waiting.pop()
+            if source not in seen and source.op.startswith("call_"):
+                seen.add(source)
+                if shapes.reason(source) is not None or self.reason(source) is not None:
+                    return True
+                waiting.extend(source.all_input_nodes)
+        return False
 
 
 @dataclass(frozen=True)
@@ -173,13 +192,13 @@ class UnregisteredGenerator(_OpConstraint):
         """Return the call with its foreign generator, or None."""
         allowed = (torch.default_generator, *torch.cuda.default_generators, *self.registered)
         for value in pytree.tree_leaves((node.args, node.kwargs)):
-            held = value_of(value) if isinstance(value, Node) else value
+            held = constant_of(value) if isinstance(value, Node) else value
             if isinstance(held, torch.Generator) and not any(held is generator for generator in allowed):
                 return f"{describe_call(node)} with a torch.Generator on {held.device}"
         for key in ("generator", "gen"):
             held = node.kwargs.get(key)
-            if isinstance(held, Node) and value_of(held) is None:
-                return f"{describe_call(node)} with the generator {held}"
+            if isinstance(held, Node) and constant_of(held) is None:
+                return f"{describe_call(node)} with the generator {held}, which is not known before the call"
         return None
 
 

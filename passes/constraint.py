@@ -149,11 +149,18 @@ class NodeConstraint(Constraint[GraphModule]):
         """Return the verdict on one node."""
         raise NotImplementedError(f"{type(self).__name__} does not say how a node is judged")
 
+    def is_consequence(self, node: Node) -> bool:
+        """Return whether a violation at ``node`` only follows from one that is reported elsewhere.
+
+        Such a violation is left out of `violations`, so that a report names causes; `node_verdict` still gives it.
+        """
+        return False
+
     def violations(self, subject: GraphModule) -> Iterator[Violation]:
         """Yield the violation of each node, in the graph's order, nested GraphModules that are called included."""
         for node in subject.graph.nodes:
             verdict = self.node_verdict(node)
-            if isinstance(verdict, Violation):
+            if isinstance(verdict, Violation) and not self.is_consequence(node):
                 yield verdict
             if node.op == "call_module":
                 child = subject.get_submodule(str(node.target))

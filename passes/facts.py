@@ -48,6 +48,14 @@ def value_of(node: Node) -> Any:
     return node.meta.get("example_value") if value is None else value
 
 
+def constant_of(node: Node) -> Any:
+    """Return what is known of a node's value before any call: an attribute's object, else its fake value, else None."""
+    owner = node.graph.owning_module
+    if node.op == "get_attr" and owner is not None:
+        return operator.attrgetter(str(node.target))(owner)
+    return value_of(node)
+
+
 def tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
     """Return the fake tensors in the node's value, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor))

@@ -231,7 +231,8 @@ def test_the_package_works_alone_and_never_initialises_cuda(tmp_path: Path) -> N
     script = textwrap.dedent(
         f"""
         import sys
-        sys.path[:] = [{str(tmp_path)!r}] + [p for p in sys.path if p not in ("", {str(Path(passes.__file__).parent.parent)!r})]
+        hidden = ("", {str(Path(passes.__file__).parent.parent)!r})
+        sys.path[:] = [{str(tmp_path)!r}] + [p for p in sys.path if p not in hidden]
         import torch
         def refuse(*args, **kwargs):
             raise AssertionError("CUDA was initialised")

@@ -1,5 +1,7 @@
-"""What a callable and its arguments must satisfy: for each rule the smallest violation, the nearest non-violation, and the
-exact message; then the variants of each rule."""
+"""What a callable and its arguments must satisfy.
+
+For each rule the smallest violation, the nearest non-violation and the exact message; then the variants of each rule.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ TRIPLES: dict[str, Triple] = {
           where:    args[0][0]['mask'], {IDENTITY}
           observed: an object of type builtins.object
           expected: a tensor, an immutable constant, or a container of these
-          hint:     pass tensors and plain constants; make a dataclass frozen or register a container with torch.utils._pytree
+          hint:     {RULES["unsupported-argument"].hint}
         """,
     ),
     "tensor-subclass": Triple(

@@ -93,35 +93,38 @@ def _record(
     graph: torch.cuda.CUDAGraph, pool: CudaPool, region: Region, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Capture on the current stream. ``thread_local``: what other threads do with CUDA meanwhile cannot spoil it."""
-    graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
     try:
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         outputs = tuple(region(*inputs))
         graph.capture_end()
     except BaseException:
         with contextlib.suppress(RuntimeError):
             graph.capture_end()  # raises once more where the capture was invalidated; the first error is the one to tell
-        with contextlib.suppress(RuntimeError):
-            graph.reset()
-        _bring_generators_back()
+        _after_failure(graph, pool)
         raise
     return outputs
 
 
-def _bring_generators_back() -> None:
-    """Note [Generators after a failed capture]
+def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+    """Note [After a failed capture]
 
-    ``CUDAGraph::capture_end`` tells the registered generators that the capture is over only after the driver has ended it
-    without an error (torch 2.11: ``aten/src/ATen/cuda/CUDAGraph.cpp``). After an invalidated capture every random op outside
-    raises "Offset increment outside graph capture encountered unexpectedly". Capturing something harmless takes the
-    generators through the whole course once more.
+    ``CUDAGraph::capture_end`` throws right after the driver has ended an invalidated capture, before it tells the allocator and
+    the registered generators that the capture is over (torch 2.11: ``aten/src/ATen/cuda/CUDAGraph.cpp``). The allocator would
+    refuse the next capture into the pool ("already recording to mempool_id"), and every random op outside of a capture would
+    raise "Offset increment outside graph capture encountered unexpectedly". So the allocator is told here, and a harmless
+    capture into a pool of its own takes the generators through the whole course once more.
     """
+    with contextlib.suppress(RuntimeError):  # raises where capture_end did get that far
+        torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):  # raises where there is nothing to reset
+        graph.reset()
     torch.cuda.synchronize()
-    scratch = torch.zeros(1, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
+    scratch = torch.zeros(1, device=pool.device)
+    harmless = torch.cuda.CUDAGraph()
+    harmless.capture_begin(capture_error_mode="thread_local")
     scratch.add_(1)
-    graph.capture_end()
-    graph.reset()
+    harmless.capture_end()
+    harmless.reset()
 
 
 class CudaRegion(CapturedRegion):
