@@ -58,7 +58,9 @@ def make_graphed_callables(
     several = isinstance(callables, tuple)
     targets = callables if several else (callables,)
     all_args = _per_callable(sample_args, several, len(targets), "sample_args", tuple)
-    all_kwargs = _per_callable({} if sample_kwargs is None else sample_kwargs, several, len(targets), "sample_kwargs", dict)
+    all_kwargs = _per_callable(
+        {} if sample_kwargs is None else sample_kwargs, several, len(targets), "sample_kwargs", dict
+    )
     names = [f"callables[{i}]" if several else _name_of(target) for i, target in enumerate(targets)]
 
     report = passes.Report(())

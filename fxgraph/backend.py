@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch._dynamo
 from torch import fx
 
 from . import trace
+from ._torch_compat import dynamo
 from .options import Options
-from .program import Pools, Program
+from .program import EagerFallbackWarning, Pools, Program
 
 
 def graphed(
@@ -33,18 +35,14 @@ def graphed(
 
 def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: str) -> Callable[..., tuple[Any, ...]]:
     """A callable with the graph's flat inputs and outputs that captures and replays it."""
-    specs = [trace.spec_of(source) for source in _sources(graph)]
+    try:
+        dynamo.refuse_miscompiled(graph)
+    except dynamo.Miscompiled as error:
+        warnings.warn(f"fxgraph: {name} runs eagerly: it has {error}", EagerFallbackWarning, stacklevel=2)
+        raise dynamo.SkipFrame(str(error)) from error
+    specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
     program = Program(graph, specs, options, name, pools)
     return torch._dynamo.disable(program.__call__)
-
-
-def _sources(graph: fx.GraphModule) -> list[str]:
-    found = []
-    for node in graph.graph.find_nodes(op="placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        name = source.name if source is not None else node.name
-        found.append(name() if callable(name) else name)
-    return found
 
 
 def split_callable(function: Callable[..., Any], options: Options, pools: Pools, name: str) -> Callable[..., Any]:

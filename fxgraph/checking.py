@@ -13,7 +13,9 @@ from .errors import TraceError
 from .graphed import as_function, original_of
 
 
-def check(callable: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> passes.Report:
+def check(
+    callable: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> passes.Report:
     """Everything that stands against capturing a callable for these arguments. Nothing is captured, no GPU is needed.
 
     The rules on the callable and its arguments come first; only if they hold is the callable traced and its graph judged.

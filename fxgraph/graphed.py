@@ -151,7 +151,8 @@ class GraphedCallable:
                 "new-signature",
                 f"{self.name} was called in a way for which nothing is captured",
                 where=self._where(),
-                observed="; ".join(dict.fromkeys(traced.trace.why_not(names) for traced in self._traced)) or "no capture",
+                observed="; ".join(dict.fromkeys(traced.trace.why_not(names) for traced in self._traced))
+                or "no capture",
                 expected="the shapes, dtypes, strides, devices, modes and Python state of a sample",
                 hint="graph it with such a sample too, or use on_new_signature='capture' or 'eager'",
             )
@@ -172,8 +173,12 @@ class GraphedCallable:
                 return self.original(*args, **kwargs)
             except Exception as own:
                 raise TraceError(
-                    error.id, error.title, where=error.where, observed=f"{type(own).__name__}: {trace.first_line(own)}",
-                    expected="arguments on which the callable works in eager", hint="the cause is attached",
+                    error.id,
+                    error.title,
+                    where=error.where,
+                    observed=f"{type(own).__name__}: {trace.first_line(own)}",
+                    expected="arguments on which the callable works in eager",
+                    hint="the cause is attached",
                 ) from own
         if raises_itself(error):
             return self.original(*args, **kwargs)
@@ -283,9 +288,7 @@ class TensorLook:
         return tensor.requires_grad_(self.requires_grad)
 
 
-def _rebuild(
-    target: Any, options: Options, name: str, allow_unused: bool, looks: list[Any]
-) -> GraphedCallable:
+def _rebuild(target: Any, options: Options, name: str, allow_unused: bool, looks: list[Any]) -> GraphedCallable:
     original = types.MethodType(type(target).forward, target) if isinstance(target, torch.nn.Module) else target
     graphed = GraphedCallable(original, options, None, name, allow_unused)
     graphed._looks, graphed._looks_to_capture = looks, list(looks)

@@ -83,6 +83,9 @@ _LEAST = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0}
 
 def _bad_value(name: str, value: object, expected: str) -> OptionError:
     return OptionError(
-        "bad-option", "option with a value that is not allowed", where=f"options={{{name!r}: ...}}",
-        observed=repr(value), expected=expected,
+        "bad-option",
+        "option with a value that is not allowed",
+        where=f"options={{{name!r}: ...}}",
+        observed=repr(value),
+        expected=expected,
     )

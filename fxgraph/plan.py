@@ -204,7 +204,9 @@ def make(joint: JointGraph) -> Plan:
     )
     for out in plan.handed:
         if storage_root(list(wanted)[out.position]).op == "placeholder":
-            raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
+            raise CannotPlan(
+                "an output is an input's own memory in a way that cannot be made again outside of the graph"
+            )
     return plan
 
 
@@ -371,7 +373,11 @@ class _Numbering:
             elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 key, randoms = ("random", randoms), randoms + 1
             else:
-                key = (node.op, node.target, *(repr(fx.map_arg(a, lambda n: _Number(numbers[n]))) for a in (node.args, node.kwargs)))
+                key = (
+                    node.op,
+                    node.target,
+                    *(repr(fx.map_arg(a, lambda n: _Number(numbers[n]))) for a in (node.args, node.kwargs)),
+                )
             numbers[node] = self._numbers.setdefault(key, len(self._numbers))
         return numbers
 

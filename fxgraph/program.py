@@ -77,7 +77,12 @@ class Program:
         pools: Pools | None = None,
         allow_unused: bool = True,
     ) -> None:
-        self.graph, self.specs, self.options, self.name = graph, tuple(specs), options, name
+        self.graph, self._attributes = trace.lift_attributes(graph)
+        self.specs = (
+            *specs,
+            *(trace.InputSpec(trace.InputKind.PARAMETER, f"attribute {i}") for i in range(len(self._attributes))),
+        )
+        self.options, self.name = options, name
         self.pools = pools if pools is not None else Pools()
         self.allow_unused = allow_unused
         self.lock = threading.RLock()
@@ -85,16 +90,22 @@ class Program:
         self.eager_keys: dict[Any, str] = {}
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.replays = 0
+        self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._autocast = AutocastState.now()
-        self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], plan.PartialBackward]] = weakref.WeakKeyDictionary()
+        self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], plan.PartialBackward]] = (
+            weakref.WeakKeyDictionary()
+        )
         ALIVE.add(self)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""
+        if self._attributes:
+            inputs = (*inputs, *self._attributes)
         try:
             with self.lock:
-                capture = self._capture_for(inputs)
-                tensors = tuple([value for value in inputs if isinstance(value, torch.Tensor)])
+                flat = self._unwrap_numbers(inputs)
+                capture = self._capture_for(flat)
+                tensors = tuple([value for value in flat if isinstance(value, torch.Tensor)])
                 slot = self._slot_for(capture, tensors)
                 self.replays += 1
                 return replay.run(self, capture, slot, tensors)
@@ -114,6 +125,7 @@ class Program:
             CaptureError: from the engine.
         """
         with self.lock:
+            inputs = self._unwrap_numbers((*inputs, *self._attributes))
             try:
                 capture = self._capture_for(inputs)
             except RunEagerly as error:
@@ -157,6 +169,15 @@ class Program:
                     hint="use every output in the loss, or run the callable eagerly: fxgraph.ungraph(callable)",
                 ) from error
         return known[defined]
+
+    def _unwrap_numbers(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        if not self._wrapped_numbers:
+            return inputs
+        flat = list(inputs)
+        for position in self._wrapped_numbers:
+            if flat[position].device.type == "cpu" and flat[position].numel() == 1:
+                flat[position] = flat[position].item()
+        return flat
 
     def _capture_for(self, inputs: Sequence[Any]) -> Capture:
         if not all(isinstance(value, (torch.Tensor, int, float, bool, complex)) for value in inputs):

@@ -50,7 +50,9 @@ class Call:
             if tensor.requires_grad and not tensor.is_leaf:
                 self.with_history.append(i)
         kept = [self.inputs[i] for i in self.with_history]
-        self.inputs = tuple([tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach() for tensor in self.inputs])
+        self.inputs = tuple(
+            [tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach() for tensor in self.inputs]
+        )
         return kept
 
     def watch(self, tensor: torch.Tensor, what: str) -> None:
@@ -150,7 +152,9 @@ class _Node(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         handed = _forward(call.capture, call.slot, call.inputs)
-        ctx.mark_non_differentiable(*[out for out, spec in zip(handed, plan.handed, strict=True) if not spec.requires_grad])
+        ctx.mark_non_differentiable(
+            *[out for out, spec in zip(handed, plan.handed, strict=True) if not spec.requires_grad]
+        )
         if plan.keeps:
             for i in plan.saved_live:
                 call.watch(call.inputs[i], f"the {plan.inputs[i]}")
@@ -189,7 +193,10 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     if any(tangent is None for tangent in tangents):
         return _partial_backward(call, tangents)
     with torch.inference_mode(False):
-        copy_all([compact(t) for t in slot.tangents], [compact_as(g, t) for g, t in zip(tangents, slot.tangents, strict=True)])
+        copy_all(
+            [compact(t) for t in slot.tangents],
+            [compact_as(g, t) for g, t in zip(tangents, slot.tangents, strict=True)],
+        )
         if slot.backward is None or not slot.gradients_free():
             with autocast_off():
                 return tuple(plan.backward(*slot.backward_inputs()))  # type: ignore[misc]
@@ -224,7 +231,9 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
     return tuple([found.get(i) for i in plan.gradient_of])
 
 
-def _differentiable_backward(call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _differentiable_backward(
+    call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
     """``create_graph=True``: run the forward again, eagerly, and let autograd differentiate it.
 
     Raises:
@@ -265,7 +274,9 @@ def _differentiable_backward(call: Call, ctx: Any, grads: Sequence[torch.Tensor 
             pairs[ret.index] = output
         elif ret.how == "view_of_node":
             pairs.setdefault(ret.index, output._base)  # AOTAutograd hands out the base of such views
-    chosen = [(out, grads[k]) for k, out in pairs.items() if grads[k] is not None and out is not None and out.requires_grad]
+    chosen = [
+        (out, grads[k]) for k, out in pairs.items() if grads[k] is not None and out is not None and out.requires_grad
+    ]
     return torch.autograd.grad(
         [output for output, _ in chosen],
         [inputs[i] for i in plan.gradient_of],

@@ -23,7 +23,17 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any]) -> tuple[Any, ...]
         elif spec.live:
             parts.append((value.data_ptr(), value.requires_grad, value.dtype, value.shape))
         else:
-            parts.append((value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg()))
+            parts.append(
+                (
+                    value.shape,
+                    value.stride(),
+                    value.dtype,
+                    value.device,
+                    value.requires_grad,
+                    value.is_conj(),
+                    value.is_neg(),
+                )
+            )
     return tuple(parts)
 
 

@@ -70,8 +70,7 @@ class Slot:
                 for spec, value in zip(plan.inputs, inputs, strict=True)
             ]
             self._arguments = [
-                value.detach() if static is None else static
-                for static, value in zip(self.statics, inputs, strict=True)
+                value.detach() if static is None else static for static, value in zip(self.statics, inputs, strict=True)
             ]
             self.fill(inputs)
         mutated = [self._arguments[i] for i in plan.mutated]
@@ -143,6 +142,7 @@ class Slot:
         self.stale_gradients = set()
         if self.backward is not None:
             self.backward.release()
+            self.backward = None
         self.capture_backward()
 
     def give_back(self) -> None:
@@ -190,7 +190,9 @@ class Capture:
         for slot in self.slots:
             if slot.free():
                 if slot.stale_gradients:
+                    self.slots.remove(slot)  # until it is whole again
                     slot.renew_backward()
+                    self.slots.append(slot)
                 return slot
         for slot in [slot for slot in self.slots if not slot.pending]:
             self.copied_outputs.update(slot.held())  # Note [Hand-out]
@@ -229,4 +231,3 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-

@@ -169,7 +169,7 @@ def read(
             observed=first_line(error),
             hint="run the callable eagerly with the same arguments: it fails there too",
         ) from error
-    except dynamo.ReadErrors as error:
+    except (*dynamo.ReadErrors, dynamo.Miscompiled) as error:
         raise TraceError(
             "untraceable",
             "the callable's Python does not fit into one graph",
@@ -208,7 +208,7 @@ def specialise(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
     The result takes the tensor inputs only.
     """
-    copied = fx.GraphModule(graph, fx.Graph())
+    copied = fx.Graph()
     constants: dict[fx.Node, Any] = {}
     renamed: dict[fx.Node, fx.Node] = {}
 
@@ -222,14 +222,53 @@ def specialise(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             if not isinstance(value, torch.Tensor):
                 constants[node] = value
                 continue
+        elif node.op == "call_method" and node.target == "item" and node.args[0] in constants:
+            constants[node] = constants[node.args[0]]
+            continue
         elif node.op == "call_function" and node.target in _ON_NUMBERS:
             args = fx.map_arg(node.args, value_of)
             if not any(isinstance(arg, fx.Node) for arg in args):
                 constants[node] = node.target(*args)
                 continue
-        renamed[node] = copied.graph.node_copy(node, value_of)  # type: ignore[arg-type]
-    copied.recompile()
-    return copied
+        renamed[node] = copied.node_copy(node, value_of)  # type: ignore[arg-type]
+    return fx.GraphModule(graph, copied)
+
+
+def lift_attributes(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
+    """A graph whose tensor attributes are inputs after the others, and the tensors.
+
+    Dynamo installs what it takes for static, an optimizer's parameters for example, as attributes of the graph module.
+    """
+    nodes: dict[str, list[fx.Node]] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        nodes.setdefault(str(node.target), []).append(node)
+    tensors = {name: operator.attrgetter(name)(graph) for name in nodes}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        return graph, ()
+    copied = fx.Graph()
+    renamed: dict[fx.Node, fx.Node] = {}
+    lifted: dict[str, fx.Node] = {}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        renamed[node] = copied.node_copy(node)
+    for name in tensors:
+        lifted[name] = copied.placeholder("lifted_" + name.replace(".", "_"))
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and str(node.target) in lifted:
+            renamed[node] = lifted[str(node.target)]
+        elif node.op != "placeholder":
+            renamed[node] = copied.node_copy(node, renamed.__getitem__)
+    return fx.GraphModule(graph, copied), tuple(tensors.values())
+
+
+def wrapped_numbers(graph: fx.GraphModule) -> tuple[int, ...]:
+    """The inputs that are Python numbers which Dynamo wraps into CPU tensors: nothing is done to them but ``item()``."""
+    found = []
+    for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        if node.users and all(user.op == "call_method" and user.target == "item" for user in node.users):
+            found.append(position)
+    return tuple(found)
 
 
 _ON_NUMBERS = {
@@ -300,15 +339,14 @@ def _output_specs(metadata: Any, num_forward: int, total: int) -> tuple[OutputSp
 
 def detach_outputs(graph: fx.GraphModule, indices: Sequence[int]) -> fx.GraphModule:
     """A copy of a torch-level graph that returns some of its outputs detached."""
-    copied = fx.GraphModule(graph, fx.Graph())
+    copied = fx.Graph()
     renamed: dict[fx.Node, fx.Node] = {}
-    copied.graph.graph_copy(graph.graph, renamed)
+    copied.graph_copy(graph.graph, renamed)
     results = [renamed[value] if isinstance(value, fx.Node) else value for value in output_args(graph)]
     for index in indices:
-        results[index] = copied.graph.call_method("detach", (results[index],))
-    copied.graph.output(tuple(results))
-    copied.recompile()
-    return copied
+        results[index] = copied.call_method("detach", (results[index],))
+    copied.output(tuple(results))
+    return fx.GraphModule(graph, copied)
 
 
 def example_inputs(joint: JointGraph) -> tuple[torch.Tensor, ...]:

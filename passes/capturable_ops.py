@@ -40,7 +40,7 @@ _INDEXING = frozenset(
 
 
 @dataclass(frozen=True)
-class _OpConstraint(NodeConstraint):
+class OpConstraint(NodeConstraint):
     """A rule whose verdict on a node is a phrase that says what is wrong with its callee, or None."""
 
     expected: ClassVar[str]
@@ -56,7 +56,7 @@ class _OpConstraint(NodeConstraint):
 
 
 @dataclass(frozen=True)
-class HostSync(_OpConstraint):
+class HostSync(OpConstraint):
     """No op hands a value of the device to the host or makes the host wait, and none copies to or from host memory."""
 
     id: ClassVar[str] = "host-sync"
@@ -74,6 +74,8 @@ class HostSync(_OpConstraint):
             return f"{describe_call(node)} reads a value on the host"
         if name in op_lists.CHECKS_ON_HOST or node.target in op_lists.HOST_FUNCTIONS:
             return f"{describe_call(node)} waits for the device"
+        if name in op_lists.STATUS_ON_HOST:
+            return f"{describe_call(node)} looks at its own result on the host"
         if str(op) in op_lists.SCALARS_ON_HOST:
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
@@ -100,7 +102,7 @@ class HostSync(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class DataDependentShape(_OpConstraint):
+class DataDependentShape(OpConstraint):
     """No op's output shape depends on values, and none looks for the true entries of a mask.
 
     A boolean (or uint8) mask in ``index`` decides the output's shape. In ``index_put`` the shape is known, but on
@@ -140,7 +142,7 @@ class DataDependentShape(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class CudagraphUnsafeOp(_OpConstraint):
+class CudagraphUnsafeOp(OpConstraint):
     """No op carries torch's tag ``cudagraph_unsafe`` or is on torch's list of ops that cannot be replayed."""
 
     id: ClassVar[str] = "cudagraph-unsafe-op"
@@ -158,7 +160,7 @@ class CudagraphUnsafeOp(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class HigherOrderOp(_OpConstraint):
+class HigherOrderOp(OpConstraint):
     """No op takes a function or a sub-graph, except the wrappers of one kernel in `op_lists.PLAIN_HIGHER_ORDER`."""
 
     id: ClassVar[str] = "higher-order-op"
@@ -177,7 +179,7 @@ class HigherOrderOp(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class UnregisteredGenerator(_OpConstraint):
+class UnregisteredGenerator(OpConstraint):
     """No random op draws from a generator other than the default ones and those in ``registered``."""
 
     id: ClassVar[str] = "unregistered-generator"
@@ -203,7 +205,7 @@ class UnregisteredGenerator(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class PrintSideEffect(_OpConstraint):
+class PrintSideEffect(OpConstraint):
     """Nothing writes for a person to read: a replay would not write it again."""
 
     id: ClassVar[str] = "print-side-effect"

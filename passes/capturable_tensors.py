@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from . import op_lists
-from .capturable_ops import _OpConstraint, host_copy
+from .capturable_ops import OpConstraint, host_copy
 from .constraint import NodeConstraint, Satisfied, Verdict, Violation
 from .contract_arguments import PLAIN_TENSOR_TYPES, layout_of
 from .facts import describe_call, input_tensors_of, is_aten, name_of, overload_of, tensors_of, where_of
@@ -77,7 +77,7 @@ def home_device(graph: torch.fx.Graph) -> torch.device | None:
 
 
 @dataclass(frozen=True)
-class UnsupportedLayout(_OpConstraint):
+class UnsupportedLayout(OpConstraint):
     """No op reads or gives a tensor that is sparse, quantised, nested or mkldnn."""
 
     id: ClassVar[str] = "unsupported-layout"
@@ -96,7 +96,7 @@ class UnsupportedLayout(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class TensorSubclass(_OpConstraint):
+class TensorSubclass(OpConstraint):
     """No op reads or gives a tensor of a subclass that the tracer did not take apart."""
 
     id: ClassVar[str] = "tensor-subclass"
@@ -116,7 +116,7 @@ class TensorSubclass(_OpConstraint):
 
 
 @dataclass(frozen=True)
-class NoFakeImpl(_OpConstraint):
+class NoFakeImpl(OpConstraint):
     """Every custom op has a fake implementation: register_fake, a Meta kernel, or a composite one."""
 
     id: ClassVar[str] = "no-fake-impl"
@@ -147,7 +147,7 @@ def backend_of_group(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Collective(_OpConstraint):
+class Collective(OpConstraint):
     """No collective runs on a backend that needs the host.
 
     Those of the backends in ``stream_backends`` are ordinary work on the stream and are fine, except the ones during

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from .constraint import Where
@@ -92,10 +92,12 @@ def _functions() -> dict[int, str]:
     """Ids of torch's and `operator`'s functions and of tensor methods -> their plain names, for torch-level graphs."""
     named: dict[int, str] = {}
     for owner in (operator, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch):
+        # ATen's name of torch.linalg.inv is linalg_inv.
+        prefix = "special_" if owner is torch.special else "linalg_" if owner is torch.linalg else ""
         for name in dir(owner):
             function = getattr(owner, name, None)
             if callable(function) and not isinstance(function, type):
-                named[id(function)] = name
+                named[id(function)] = prefix + name
     return named
 
 
@@ -173,8 +175,3 @@ def schema_argument(node: Node, op: OpOverload, name: str) -> Any:
                 return node.args[position]
             return declared.default_value
     return None
-
-
-def calls(gm: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of ``gm`` that call something."""
-    return (node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module"))

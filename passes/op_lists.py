@@ -28,13 +28,18 @@ SCALARS_ON_HOST: frozenset[str] = frozenset(
     }
     | {f"aten.{name}.{kind}" for name in ("linspace", "logspace") for kind in ("Tensor_Tensor", "Tensor_Scalar")}
     | {f"aten.{name}.Scalar_Tensor" for name in ("linspace", "logspace")}
-    | {"aten.linalg_matrix_exp.default", "aten.linalg_eig.default", "aten._linalg_eigvals.default"}
 )
 """Full names of ops whose kernel reads a tensor's value on the host: ``normal`` checks ``std.min().ge(0).item()``;
-``masked_fill``, ``index_fill``, ``linspace`` and ``logspace`` take ``.item()`` of a 0-dim tensor; ``matrix_exp``
-picks the degree of its polynomial from the norms; ``eig`` looks at the solver's status. ``multinomial`` checks on the
-device.
-"""
+``masked_fill``, ``index_fill``, ``linspace`` and ``logspace`` take ``.item()`` of a 0-dim tensor. ``multinomial``
+checks its input on the device."""
+
+STATUS_ON_HOST: frozenset[str] = frozenset(
+    {"linalg_inv", "inverse", "linalg_cholesky", "cholesky", "linalg_solve", "linalg_tensorinv", "linalg_tensorsolve"}
+    | {"linalg_lu_factor", "linalg_ldl_factor", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"}
+    | {"matrix_exp", "linalg_matrix_exp"}
+)
+"""Plain names of linear algebra that looks at the solver's status on the host (the ``_ex`` variants do not), or, as
+``matrix_exp`` does, at norms to choose the degree of its polynomial."""
 
 HOST_BOUNDS: frozenset[str] = frozenset({"histc"})
 """Ops that compute missing bounds from the data and read them on the host: only with ``min == max``."""
@@ -43,10 +48,10 @@ HOST_FUNCTIONS: frozenset[object] = frozenset({torch.cuda.synchronize})
 """Python functions that make the host wait for the device."""
 
 DATA_DEPENDENT: frozenset[str] = frozenset(
-    {"nonzero", "argwhere", "masked_select", "bincount", "combinations"}
+    {"nonzero", "argwhere", "masked_select", "bincount", "combinations", "ctc_loss", "_ctc_loss", "linalg_lstsq"}
     | {"unique", "unique_consecutive", "unique_dim", "_unique", "_unique2", "unique_dim_consecutive"}
 )
-"""Plain names of ops whose output shape depends on values, whatever the arguments."""
+"""Plain names of ops whose output shape depends on values, whatever the arguments, by torch's own tags."""
 
 DATA_DEPENDENT_MODULES: tuple[type[torch.nn.Module], ...] = (torch.nn.AdaptiveLogSoftmaxWithLoss, torch.nn.CTCLoss)
 """Leaf modules of torch.nn that call such an op inside: AdaptiveLogSoftmaxWithLoss nonzero, CTCLoss the lengths on

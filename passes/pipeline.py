@@ -22,6 +22,12 @@ None for a change in place.
 """
 
 
+_TABLES = (
+    *("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
+
 @dataclass(frozen=True)
 class Step:
     """What one pass did.
@@ -129,7 +135,13 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
     graph.set_codegen(gm.graph._codegen)
     copied = GraphModule(gm, graph, class_name=type(gm).__name__.removesuffix("Impl"))
     copied.meta.update(gm.meta)
-    copied.train(gm.training)
+    copied.training = gm.training  # not train(), which would reach into the shared submodules
+    for table in _TABLES:  # GraphModule takes over only what the graph names
+        own = getattr(copied, table)
+        own.update({name: value for name, value in getattr(gm, table).items() if name not in own})
+    copied._non_persistent_buffers_set |= gm._non_persistent_buffers_set
+    for name, value in vars(gm).items():
+        vars(copied).setdefault(name, value)
     return copied
 
 

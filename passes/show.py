@@ -87,7 +87,7 @@ def show_value(value: Any) -> str:
         if value.layout != torch.strided:
             return f"{text} {value.layout} {value.device}"
         if not _is_contiguous(value):
-            text += f" strides ({', '.join(str(stride) for stride in value.stride())})"
+            text += f" strides {_show(tuple(value.stride()))}"
         return f"{text} {value.device}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(show_value(item) or "none" for item in value) + ")"

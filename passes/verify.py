@@ -16,7 +16,7 @@ from torch._ops import OperatorBase, OpOverload
 from torch.fx import GraphModule, Node
 
 from .constraint import Constraint, NodeConstraint, Report, Satisfied, Verdict, Violation, Where, judge
-from .facts import describe_call, tensors_of, value_of, where_of
+from .facts import describe_call, value_of, where_of
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,6 @@ def _returns_something(node: Node) -> bool:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    module = getattr(node.target, "__module__", "") or ""
-    return module in ("_operator", "math", "torch.fx.experimental.symbolic_shapes", "torch") and not tensors_of(node)
+    """Whether a Python call takes an element of a tuple or computes a number, as tracers leave them in ATen graphs."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return node.target is operator.getitem or isinstance(value_of(node), numbers)

@@ -63,9 +63,7 @@ def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[
 
 def partition(joint: torch.fx.GraphModule, num_forward: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward graph (its last outputs are the saved values) and backward graph (saved values, then tangents)."""
-    forward, backward = default_partition(
-        joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[]
-    )
+    forward, backward = default_partition(joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[])
     return forward, backward
 
 
@@ -82,9 +80,7 @@ def extract(
     return torch.fx.GraphModule(joint, graph)
 
 
-def view_again(
-    base: torch.Tensor, like: torch.Tensor, requires_grad: bool, view_metas: Any
-) -> torch.Tensor:
+def view_again(base: torch.Tensor, like: torch.Tensor, requires_grad: bool, view_metas: Any) -> torch.Tensor:
     """The view of ``base`` that the traced program returned, made by autograd-visible view ops."""
     return gen_alias_from_base(base, like, requires_grad, view_metas, replay_views=True)
 

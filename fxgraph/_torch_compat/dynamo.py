@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch._dynamo import convert_frame, exc, output_graph
+from torch._dynamo import convert_frame, exc
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 
@@ -61,10 +61,7 @@ class Reading:
         self.sources: list[str] = []
         if backend_input is not None:
             self.graph = backend_input.graph_module
-            for node in self.graph.graph.find_nodes(op="placeholder"):
-                name = getattr(node, "_dynamo_source", None)
-                name = name.name if name is not None else node.name
-                self.sources.append(name() if callable(name) else name)
+            self.sources = source_names(self.graph)
         with get_metrics_context(), dynamo_timed("fxgraph_guards"), _tracing(backend_input), strict():
             manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
         self.check: Callable[[dict[str, Any]], bool] = manager.check
@@ -98,6 +95,7 @@ def read(
     Raises:
         Unsupported: a piece of Python that does not fit into one graph.
         OpFailed: an op that fails on these inputs.
+        Miscompiled: see :func:`refuse_miscompiled`.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     assert isinstance(plain, types.FunctionType), f"read() got a {type(plain).__name__}"
@@ -109,6 +107,8 @@ def read(
         _quiet_backends(),
     ):
         capture = convert_frame.fullgraph_capture(function, args, kwargs)
+    if capture.backend_input is not None:
+        refuse_miscompiled(capture.backend_input.graph_module)
     return Reading(plain, capture)
 
 
@@ -122,9 +122,36 @@ def _quiet_backends() -> Iterator[None]:
         torch._C._dynamo.eval_frame.set_eval_frame(before)  # type: ignore[attr-defined]
 
 
-def is_module_state(source: str) -> bool:
-    """Whether a source expression goes through a module's parameters or buffers."""
-    return "._parameters[" in source or "._buffers[" in source
+def source_names(graph: torch.fx.GraphModule) -> list[str]:
+    """For each placeholder of a graph of Dynamo's, the Python expression that finds it."""
+    names = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = source.name if source is not None else node.name
+        names.append(name() if callable(name) else name)
+    return names
 
 
-__all__ = ["OpFailed", "ReadErrors", "Reading", "Unsupported", "is_module_state", "output_graph", "read", "strict"]
+class Miscompiled(Exception):
+    """Dynamo's graph is known to be wrong."""
+
+
+def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
+    """Refuse graphs that this version of Dynamo gets wrong in silence.
+
+    Before torch 2.13, a ``torch.autograd.Function`` that is given one tensor as two arguments loses a gradient (PyTorch issue
+    183604; seen on 2.11.0, right on 2.13.0). The graph does not show which calls are concerned, so all of them are refused.
+
+    Raises:
+        Miscompiled: if there is such a node.
+    """
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+        return
+    if graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        raise Miscompiled(
+            "a torch.autograd.Function, whose gradients Dynamo gets wrong in some cases before torch 2.13"
+        )
+
+
+SkipFrame = exc.SkipFrame
+"""A backend raises it to have Dynamo run the frame eagerly."""

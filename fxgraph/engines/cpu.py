@@ -111,7 +111,9 @@ class _Recorder(fx.Interpreter):
         if target is operator.getitem:
             return result
         outs = [out for out in pytree.tree_leaves(result) if isinstance(out, torch.Tensor)]
-        given = {t.untyped_storage().data_ptr(): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage().data_ptr(): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         fresh = [out for out in outs if out.untyped_storage().data_ptr() not in given or out.numel() == 0]
         mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
         if mutates:
@@ -137,7 +139,9 @@ _NO_VALUES = {
 }
 
 
-def _again(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outs: list[torch.Tensor]) -> Callable[[], Any]:
+def _again(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outs: list[torch.Tensor]
+) -> Callable[[], Any]:
     """A call that computes the op again into the memory of its first results."""
     found = _out_form(target) if isinstance(target, torch._ops.OpOverload) else None
     if found is not None and not any(map(torch._debug_has_internal_overlap, outs)):

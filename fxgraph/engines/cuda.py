@@ -25,6 +25,8 @@ class CudaPool(Pool):
         self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         self.stream = torch.cuda.Stream(device)
         self.last: torch.cuda.Stream | None = None
+        # The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of the pool lives.
+        self._keeper = _harmless_capture(device, self._handle)
 
     @property
     def handle(self) -> object:
@@ -32,7 +34,9 @@ class CudaPool(Pool):
 
     def bytes_held(self) -> int:
         segments = torch.cuda.memory_snapshot(self._handle)
-        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._handle))
+        return sum(
+            segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._handle)
+        )
 
     def order(self) -> None:
         """The current stream waits for the last one on which a region of this pool was replayed."""
@@ -119,12 +123,18 @@ def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
     with contextlib.suppress(RuntimeError):  # raises where there is nothing to reset
         graph.reset()
     torch.cuda.synchronize()
-    scratch = torch.zeros(1, device=pool.device)
-    harmless = torch.cuda.CUDAGraph()
-    harmless.capture_begin(capture_error_mode="thread_local")
-    scratch.add_(1)
-    harmless.capture_end()
-    harmless.reset()
+    _harmless_capture(pool.device, None).reset()
+
+
+def _harmless_capture(device: torch.device, handle: Any) -> torch.cuda.CUDAGraph:
+    """A graph with one small kernel, captured into a pool."""
+    graph = torch.cuda.CUDAGraph()
+    with exclusive(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        scratch = torch.zeros(1, device=device)
+        graph.capture_begin(*([] if handle is None else [handle]), capture_error_mode="thread_local")
+        scratch.zero_()
+        graph.capture_end()
+    return graph
 
 
 class CudaRegion(CapturedRegion):

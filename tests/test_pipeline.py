@@ -1,0 +1,294 @@
+"""Passes and their driver: verification around each pass, timing, diffs, and an error that names the guilty one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.fx import GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from passes import Constraint, Pass, PassError, Pipeline, Where, apply
+from passes.pipeline import copy_graph_module, pass_name
+from passes.show import show
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FewNodes(Constraint[GraphModule]):
+    """At most ``limit`` nodes."""
+
+    id: ClassVar[str] = "few-nodes"
+    title: ClassVar[str] = "the graph is large"
+    why: ClassVar[str] = "the test says so"
+    hint: ClassVar[str] = "remove some"
+    limit: int = 3
+
+    def violations(self, subject: GraphModule) -> Any:
+        count = len(subject.graph.nodes)
+        if count > self.limit:
+            yield self.violation(Where(), f"{count} nodes", f"at most {self.limit}")
+
+
+@dataclass(frozen=True)
+class ReplaceConstant(Pass):
+    """``x + 1`` becomes ``x + number``."""
+
+    number: int = 2
+
+    def rewrite(self, gm: GraphModule) -> bool:
+        changed = False
+        for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+            if node.args[1] == 1:
+                node.args = (node.args[0], self.number)
+                changed = True
+        return changed
+
+
+@dataclass(frozen=True)
+class AddNode(Pass):
+    """Adds a dead node, against its own promise."""
+
+    requires: ClassVar[tuple[Constraint[GraphModule], ...]] = (FewNodes(4),)
+    ensures: ClassVar[tuple[Constraint[GraphModule], ...]] = (FewNodes(3),)
+
+    def rewrite(self, gm: GraphModule) -> bool:
+        output = gm.graph.output_node()
+        with gm.graph.inserting_before(output):
+            gm.graph.call_function(aten.neg.default, (output.args[0],)).meta["val"] = output.args[0].meta["val"]
+        return True
+
+
+class Torchs(PassBase):
+    def call(self, graph_module: GraphModule) -> PassResult:
+        return PassResult(graph_module, ReplaceConstant(3).rewrite(graph_module) and not graph_module.recompile())
+
+
+def in_place(gm: GraphModule) -> None:
+    ReplaceConstant(4)(gm)
+
+
+def returning(gm: GraphModule) -> GraphModule:
+    ReplaceConstant(5)(gm)
+    return gm
+
+
+def forgets_to_recompile(gm: GraphModule) -> GraphModule:
+    ReplaceConstant(6).rewrite(gm)
+    return gm
+
+
+def raises_midway(gm: GraphModule) -> None:
+    ReplaceConstant(7)(gm)
+    raise KeyError("lost")
+
+
+def returns_nonsense(gm: GraphModule) -> Any:
+    return 3
+
+
+def add_one() -> GraphModule:
+    return make_fx(lambda x: x + 1, tracing_mode="fake")(torch.zeros(2))
+
+
+DIFF = """\
+--- before {name}
++++ after {name}
+@@ -1,3 +1,3 @@
+ %x_1 : f32[2] cpu = placeholder
+-%add : f32[2] cpu = aten.add.Tensor(%x_1, 1)
++%add : f32[2] cpu = aten.add.Tensor(%x_1, {number})
+ return %add"""
+
+
+@pytest.mark.parametrize(
+    ("one", "name", "number"),
+    [
+        (ReplaceConstant(), "ReplaceConstant(number=2)", 2),
+        (Torchs(), "Torchs", 3),
+        (in_place, f"{__name__}.in_place", 4),
+        (returning, f"{__name__}.returning", 5),
+    ],
+)
+def test_every_kind_of_pass_is_accepted_and_its_diff_is_kept(one: Any, name: str, number: int) -> None:
+    gm = add_one()
+    result = Pipeline((one,))(gm)
+    assert result.graph_module(torch.zeros(2)).tolist() == [number, number]
+    (step,) = result.steps
+    assert (step.name, step.modified, step.diff) == (name, True, DIFF.format(name=name, number=number))
+    assert 0 < step.seconds < 60
+    assert result.modified
+
+
+def test_the_given_graph_is_left_untouched() -> None:
+    gm = add_one()
+    before = show(gm), gm.code
+    rewritten = apply(gm, [ReplaceConstant()])
+    assert (show(gm), gm.code) == before
+    assert gm(torch.zeros(1)).item() == 1
+    assert rewritten(torch.zeros(1)).item() == 2
+
+
+def test_passes_run_in_order_and_an_unchanged_graph_is_said_to_be_so() -> None:
+    result = Pipeline((ReplaceConstant(8), ReplaceConstant(9)))(add_one())
+    assert [step.modified for step in result.steps] == [True, False]
+    assert result.steps[1].diff == ""
+    assert result.graph_module(torch.zeros(1)).item() == 8
+    lines = str(result).splitlines()
+    assert [line.split(" ms  ")[1] for line in lines] == [
+        "changed    ReplaceConstant(number=8)",
+        "unchanged  ReplaceConstant(number=9)",
+    ]
+
+
+def test_no_passes_give_an_equal_graph_that_is_not_the_same() -> None:
+    gm = add_one()
+    result = Pipeline(())(gm)
+    assert (result.modified, result.steps) == (False, ())
+    assert result.graph_module is not gm
+    assert show(result.graph_module) == show(gm)
+
+
+def error_of(*passes: Any, gm: GraphModule | None = None, **options: Any) -> PassError:
+    with pytest.raises(PassError) as caught:
+        Pipeline(passes, **options)(add_one() if gm is None else gm)
+    return caught.value
+
+
+def test_a_pass_that_leaves_a_malformed_graph_is_named_with_the_rule_and_the_diff() -> None:
+    error = error_of(ReplaceConstant(1), forgets_to_recompile)
+    name = f"{__name__}.forgets_to_recompile"
+    assert (error.pass_name, error.stage, error.report.ids) == (name, "verify", ("recompiled",))
+    assert error.diff == DIFF.format(name=name, number=6)
+    first, *rest = str(error).split("\n\n")
+    assert first == f"{name}: the graph is malformed after this pass"
+    assert rest == ["1 violation", str(error.report.violations[0]), error.diff]
+
+
+def test_a_graph_that_is_malformed_from_the_start_is_nobodys_fault() -> None:
+    gm = add_one()
+    ReplaceConstant().rewrite(gm)
+    error = error_of(ReplaceConstant(), gm=gm)
+    assert (error.pass_name, error.stage) == ("input", "verify")
+    assert str(error).startswith("input: the graph is malformed before the first pass\n\n1 violation\n\n[recompiled]")
+
+
+def test_what_a_pass_raises_is_the_cause_and_what_it_had_changed_is_shown() -> None:
+    error = error_of(raises_midway)
+    assert (error.pass_name, error.stage) == (f"{__name__}.raises_midway", "run")
+    assert isinstance(error.__cause__, KeyError)
+    assert error.diff == DIFF.format(name=error.pass_name, number=7)
+    assert str(error).startswith(f"{__name__}.raises_midway: raised KeyError: 'lost'\n\n--- before")
+
+
+def test_a_pass_that_returns_something_else_is_refused() -> None:
+    error = error_of(returns_nonsense)
+    assert str(error) == f"{__name__}.returns_nonsense: returned int, expected a GraphModule, a PassResult or None"
+
+
+def test_what_a_pass_promises_is_judged_on_what_it_returned() -> None:
+    error = error_of(AddNode())
+    assert (error.pass_name, error.stage, error.report.ids) == ("AddNode()", "ensures", ("few-nodes",))
+    assert error.report.violations[0].observed == "4 nodes"
+    assert "+%neg_default : f32[2] cpu = aten.neg.default(%add)" in error.diff
+    assert str(error).startswith("AddNode(): the result breaks what this pass promises\n\n1 violation")
+
+
+def test_what_a_pass_requires_is_judged_before_it_runs() -> None:
+    gm = make_fx(lambda x: x + 1 + 2 + 3, tracing_mode="fake")(torch.zeros(2))
+    error = error_of(AddNode(), gm=gm)
+    assert (error.stage, error.diff) == ("requires", "")
+    assert error.report.violations[0].observed == "5 nodes"
+
+
+def test_a_pass_alone_works_in_place_and_gives_torchs_result() -> None:
+    gm = add_one()
+    result = ReplaceConstant()(gm)
+    assert isinstance(result, PassResult)
+    assert result.graph_module is gm
+    assert result.modified
+    assert gm(torch.zeros(1)).item() == 2
+    assert not ReplaceConstant()(gm).modified
+
+
+def test_further_rules_can_be_verified_between_passes() -> None:
+    assert Pipeline((ReplaceConstant(),), (FewNodes(3),))(add_one()).modified
+    error = error_of(ReplaceConstant(), constraints=(FewNodes(2),))
+    assert (error.pass_name, error.report.ids) == ("input", ("few-nodes",))
+
+
+def test_a_pass_that_does_not_say_what_it_rewrites_raises() -> None:
+    @dataclass(frozen=True)
+    class Silent(Pass):
+        """Nothing."""
+
+    error = error_of(Silent())
+    assert isinstance(error.__cause__, NotImplementedError)
+
+
+def test_options_of_a_pass_are_fixed_and_in_its_name() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ReplaceConstant().number = 3  # type: ignore[misc]
+    assert pass_name(ReplaceConstant(5)) == "ReplaceConstant(number=5)"
+    assert ReplaceConstant(5) == ReplaceConstant(5)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.bn = torch.nn.BatchNorm1d(2)
+        self.scale = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, y: Any = None) -> dict[str, torch.Tensor]:
+        return {"z": self.bn(self.linear(x)) * self.scale}
+
+
+GRAPHS: dict[str, Callable[[], GraphModule]] = {
+    "symbolic_trace": lambda: symbolic_trace(Net().eval(), concrete_args={"y": None}),
+    "export": lambda: torch.export.export(Net().eval(), (torch.ones(3, 2),)).module(),
+}
+
+
+@pytest.mark.parametrize("build", GRAPHS.values(), ids=GRAPHS.keys())
+def test_a_copy_shares_parameters_and_modules_and_owns_its_graph(build: Callable[[], GraphModule]) -> None:
+    gm = build()
+    copied = copy_graph_module(gm)
+    assert show(copied) == show(gm)
+    assert copied.training is gm.training
+    assert [id(value) for value in copied.state_dict(keep_vars=True).values()] == [
+        id(value) for value in gm.state_dict(keep_vars=True).values()
+    ]
+    x = torch.randn(3, 2)
+    assert torch.equal(copied(x)["z"], gm(x)["z"])
+    for mine, yours in zip(copied.graph.nodes, gm.graph.nodes, strict=True):
+        assert mine is not yours
+        assert mine.meta is not yours.meta
+        assert mine.meta == yours.meta
+    expected = gm(x)["z"]
+    call = next(
+        node for node in reversed(copied.graph.nodes) if node.op == "call_function" and node.name.startswith("mul")
+    )
+    call.args = (call.args[0], call.args[0])
+    copied.recompile()
+    assert not torch.equal(copied(x)["z"], expected)
+    assert torch.equal(gm(x)["z"], expected)
+
+
+def test_a_copy_keeps_what_the_graph_does_not_name_and_leaves_the_modes_of_submodules_alone() -> None:
+    net = Net()
+    net.spare = torch.nn.Parameter(torch.ones(1))
+    net.register_buffer("scratch", torch.ones(1), persistent=False)
+    gm = GraphModule(net, symbolic_trace(net, concrete_args={"y": None}).graph)
+    gm.spare, gm.scratch = net.spare, net.scratch
+    gm.bn.eval()
+    copied = copy_graph_module(gm)
+    assert copied.spare is net.spare
+    assert set(copied.state_dict()) == set(gm.state_dict())
+    assert copied.training and not copied.bn.training and not gm.bn.training

@@ -1,0 +1,386 @@
+"""Well-formedness of graphs, and graphs as text."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Tracer, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes import WELL_FORMED, Constraint, check
+from passes.show import diff, mark, show, show_node, show_report, show_value
+from passes.verify import AtenLevel, HasFakeValues, Recompiled, verify
+
+aten = torch.ops.aten
+RULES: dict[str, Constraint[GraphModule]] = {rule.id: rule for rule in (*WELL_FORMED, AtenLevel(), HasFakeValues())}
+PAIR = tuple[GraphModule, GraphModule, str]
+
+
+ADD = "torch.ops.aten.add.Tensor"
+UNORDERED = (
+    "Argument 'add' of Node 'output' was used before it has been defined! "
+    "Please check that Nodes in the graph are topologically ordered"
+)
+
+
+def add_one() -> GraphModule:
+    return make_fx(lambda x: x + 1, tracing_mode="fake")(torch.ones(2))
+
+
+def call_of(gm: GraphModule) -> Any:
+    return next(node for node in gm.graph.nodes if node.op.startswith("call_"))
+
+
+# -- triples ----------------------------------------------------------------------------------------------------------
+
+
+def _lint() -> PAIR:
+    bad = add_one()
+    call = call_of(bad)
+    bad.graph.output_node().append(call)  # now after the output, which reads it
+    good = add_one()
+    placeholder = next(iter(good.graph.nodes))
+    placeholder.append(call_of(good))
+    message = f"""
+        [lint] the graph is malformed
+          where:    unknown place
+          observed: {UNORDERED}
+                    graph():
+                        %x_1 : [num_users=1] = placeholder[target=x_1]
+                        return add
+                        %add : [num_users=1] = call_function[target={ADD}](args = (%x_1, 1), kwargs = {{}})
+          expected: graph.lint() accepts it
+          hint:     insert nodes before their users, and erase a node only once it has none
+        """
+    return bad, good, message
+
+
+def _placeholders() -> PAIR:
+    bad, good = add_one(), add_one()
+    with bad.graph.inserting_after(call_of(bad)):
+        bad.graph.placeholder("late")
+    with good.graph.inserting_before(call_of(good)):
+        good.graph.placeholder("second")
+    message = """
+        [placeholders-first] a placeholder follows another kind of node
+          where:    node late
+          observed: placeholder after call_function add
+          expected: placeholders come first
+          hint:     insert placeholders before the first node that is none
+        """
+    return bad, good, message
+
+
+def _one_output() -> PAIR:
+    bad, good = add_one(), add_one()
+    bad.graph.erase_node(bad.graph.output_node())
+    message = """
+        [one-output] the graph does not end with one output
+          where:    unknown place
+          observed: 0 output nodes
+          expected: one output node
+          hint:     keep one output node, last
+        """
+    return bad, good, message
+
+
+def _missing() -> PAIR:
+    bad, good = add_one(), add_one()
+    del call_of(bad).meta["val"]
+    for node in good.graph.nodes:  # a graph that never had values is well formed
+        node.meta.clear()
+    message = """
+        [missing-fake-value] a node has no fake value although its inputs have one
+          where:    node add
+          observed: aten.add.Tensor without meta['val']; x_1 with it
+          expected: meta['val'] on every call
+          hint:     set meta['val'] on each node that a pass creates
+        """
+    return bad, good, message
+
+
+def _written_back(read_first: bool) -> GraphModule:
+    gm = add_one()
+    placeholder, call = next(iter(gm.graph.nodes)), call_of(gm)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        write = gm.graph.call_function(aten.copy_.default, (placeholder, call))
+        read = gm.graph.call_function(aten.neg.default, (placeholder,))
+    write.meta["val"] = read.meta["val"] = call.meta["val"]
+    if read_first:
+        write.prepend(read)
+    gm.graph.output_node().args = (read,)
+    gm.recompile()
+    return gm
+
+
+def _write_back() -> PAIR:
+    message = """
+        [read-after-write-back] an input is read after it was written back
+          where:    node neg_default
+          observed: neg_default reads x_1 after copy__default wrote it
+          expected: copy__default after every reader of x_1
+          hint:     keep write-backs behind every other reader, or read the result of the copy
+        """
+    return _written_back(read_first=False), _written_back(read_first=True), message
+
+
+def _recompiled() -> PAIR:
+    bad, good = add_one(), add_one()
+    for gm in (bad, good):
+        call_of(gm).args = (call_of(gm).args[0], 2)
+    good.recompile()
+    message = """
+        [recompiled] the code is not that of the graph
+          where:    unknown place
+          observed: the graph has 'add = torch.ops.aten.add.Tensor(x_1, 2);  x_1 = None', the code does not
+          expected: the same lines in both
+          hint:     call graph_module.recompile() after changing the graph
+        """
+    return bad, good, message
+
+
+def _aten() -> PAIR:
+    message = """
+        [aten-level] a call is not an operator
+          where:    node add
+          observed: call_function operator.add
+          expected: a call of torch.ops
+          hint:     trace with make_fx or AOTAutograd first
+        """
+    return symbolic_trace(lambda x: x + 1), add_one(), message
+
+
+def _values() -> PAIR:
+    bad = symbolic_trace(lambda x: x + 1)
+    message = """
+        [has-fake-values] a node has no fake value
+          where:    node x
+          observed: placeholder x without meta['val']
+          expected: meta['val'] on it
+          hint:     trace with make_fx or AOTAutograd, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp
+        """
+    return bad, add_one(), message
+
+
+TRIPLES: dict[str, Callable[[], PAIR]] = {
+    "lint": _lint,
+    "placeholders-first": _placeholders,
+    "one-output": _one_output,
+    "missing-fake-value": _missing,
+    "read-after-write-back": _write_back,
+    "recompiled": _recompiled,
+    "aten-level": _aten,
+    "has-fake-values": _values,
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_the_smallest_violation_the_nearest_non_violation_and_the_message(rule: Constraint[GraphModule]) -> None:
+    bad, good, message = TRIPLES[rule.id]()
+    first = next(iter(rule.violations(bad)))
+    wanted = textwrap.dedent(message).strip().splitlines()
+    # torch prints the whole graph below its complaint; whether lines of it end in blanks differs between versions
+    assert [line.rstrip() for line in str(first).splitlines() if line.strip()] == wanted
+    assert rule.verdict(good)
+
+
+def test_the_table_has_no_row_for_a_rule_that_does_not_exist() -> None:
+    assert set(TRIPLES) == set(RULES)
+
+
+def test_a_node_behind_the_output_is_named() -> None:
+    gm = add_one()
+    gm.graph.output_node().append(gm.graph.call_function(aten.neg.default, (next(iter(gm.graph.nodes)),)))
+    (violation,) = RULES["one-output"].violations(gm)
+    assert (violation.observed, violation.expected) == ("neg_default follows the output", "the output node is last")
+
+
+def test_a_read_through_the_result_of_a_write_back_is_meant() -> None:
+    gm = make_fx(lambda x, y: x.copy_(y) * 2 + x, tracing_mode="fake")(torch.ones(2), torch.zeros(2))
+    assert verify(gm)
+
+
+def test_recompiled_sees_a_removed_line_too() -> None:
+    gm = make_fx(lambda x: (x.neg(), x + 1)[1])(torch.ones(2))
+    neg = next(node for node in gm.graph.nodes if node.target is aten.neg.default)
+    gm.graph.erase_node(neg)
+    assert not Recompiled().verdict(gm)
+
+
+# -- every tracer -----------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.bn = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.bn(self.linear(x))).sum(0)
+
+
+def _dynamo() -> GraphModule:
+    recorder = EagerAndRecordGraphs()
+    torch.compile(Net(), backend=recorder, fullgraph=True)(torch.ones(3, 4))
+    return recorder.graphs[0]
+
+
+def _joint() -> GraphModule:
+    def loss(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.relu(x @ w).sum(),)
+
+    return aot_export_joint_simple(loss, (torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)), trace_joint=True)
+
+
+TRACERS: dict[str, Callable[[], GraphModule]] = {
+    "symbolic_trace": lambda: symbolic_trace(Net()),
+    "make_fx": lambda: make_fx(lambda x: torch.relu(x) @ x.t(), tracing_mode="symbolic")(torch.ones(3, 4)),
+    "export": lambda: torch.export.export(Net(), (torch.ones(3, 4),)).module(),
+    "dynamo": _dynamo,
+    "joint": _joint,
+}
+
+
+@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS.keys())
+def test_the_graphs_of_every_tracer_are_well_formed_and_capturable(trace: Callable[[], GraphModule]) -> None:
+    gm = trace()
+    assert str(verify(gm)) == "no violations"
+    assert str(check(gm)) == "no violations"
+    assert len(show(gm).splitlines()) == len(gm.graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["make_fx", "joint"])
+def test_graphs_of_aten_tracers_are_at_aten_level_with_values(name: str) -> None:
+    gm = TRACERS[name]()
+    assert AtenLevel().verdict(gm)
+    assert HasFakeValues().verdict(gm)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+GOLDEN = """\
+%x_1 : f32[2, 3] cpu = placeholder
+%y_1 : f64[2, 3] cpu = placeholder
+%t : f32[3, 2] strides (1, 3) cpu = aten.t.default(%x_1)
+%select : f64[3] cpu = aten.select.int(%y_1, 0, 0)
+%gt : b8[3] cpu = aten.gt.Scalar(%select, 0)
+%split : (f32[2, 3] cpu) = aten.split.Tensor(%x_1, 2)
+%getitem : f32[2, 3] cpu = operator.getitem(%split, 0)
+%masked_fill : f32[2, 3] cpu = aten.masked_fill.Scalar(%getitem, %gt, 1.5)
+return (%t, %masked_fill, None)"""
+
+
+def golden_program() -> GraphModule:
+    def body(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        t = x.t()
+        mask = y[0] > 0
+        return t, x.split(2)[0].masked_fill(mask, 1.5), None
+
+    return make_fx(body, tracing_mode="fake")(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_a_graph_as_text() -> None:
+    assert show(golden_program()) == GOLDEN
+
+
+def test_a_mark_stands_under_its_node() -> None:
+    gm = golden_program()
+    node = next(node for node in gm.graph.nodes if node.name == "gt")
+    lines = mark(node, "here").splitlines()
+    assert lines[4] == "%gt : b8[3] cpu = aten.gt.Scalar(%select, 0)"
+    assert lines[5] == "^" * len(lines[4]) + " here"
+    assert [*lines[:5], *lines[6:]] == GOLDEN.splitlines()
+    assert mark(node).splitlines()[5] == "^" * len(lines[4])
+
+
+def test_a_line_ends_with_the_users_place() -> None:
+    def forward(x: Any) -> Any:
+        return x.relu()
+
+    tracer = Tracer()
+    tracer.record_stack_traces = True
+    gm = GraphModule(torch.nn.Module(), tracer.trace(forward))
+    line = inspect.getsourcelines(forward)[1] + 1
+    assert show_node(call_of(gm)) == f"%relu = Tensor.relu(%x)  # test_verify_show.py:{line}"
+
+
+def test_a_report_is_shown_in_the_graph() -> None:
+    gm = make_fx(lambda x: x[x > 0], tracing_mode="symbolic")(torch.ones(3))
+    report = check(gm)
+    lines = show_report(gm, report).splitlines()
+    marked = next(index for index, line in enumerate(lines) if line.startswith("^^^^"))
+    assert lines[marked - 1].endswith("= aten.index.Tensor(%x_1, [%gt])")
+    assert lines[marked].endswith("^ [data-dependent-shape] aten.index.Tensor with the boolean mask gt")
+    assert lines[marked].count("^") == len(lines[marked - 1])
+    assert "\n".join(lines).endswith(str(report))
+
+
+def test_a_diff_shows_what_changed_and_is_empty_where_nothing_did() -> None:
+    before = add_one()
+    after = add_one()
+    call_of(after).args = (call_of(after).args[0], 2)
+    assert diff(show(before), show(add_one())) == ""
+    assert diff(show(before), show(after), "Two()").splitlines() == [
+        "--- before Two()",
+        "+++ after Two()",
+        "@@ -1,3 +1,3 @@",
+        " %x_1 : f32[2] cpu = placeholder",
+        "-%add : f32[2] cpu = aten.add.Tensor(%x_1, 1)",
+        "+%add : f32[2] cpu = aten.add.Tensor(%x_1, 2)",
+        " return %add",
+    ]
+
+
+def test_values_are_short_and_strides_are_given_where_they_matter() -> None:
+    with FakeTensorMode():
+        values = {
+            "f32[] cpu": torch.empty(()),
+            "bf16[2, 3] cuda:0": torch.empty(2, 3, dtype=torch.bfloat16, device="cuda"),
+            "f32[2, 3] strides (1, 2) cpu": torch.empty(3, 2).t(),
+            "f32[1, 3] cpu": torch.empty(3, 1).t(),
+            "f32[0, 3] cpu": torch.empty(3, 0).t(),
+            "f32[2, 3] strides (0, 1) cpu": torch.empty(3).expand(2, 3),
+            "(i64[2] cpu, none)": (torch.empty(2, dtype=torch.int64), None),
+            "int 3": 3,
+            "": None,
+        }
+    assert {show_value(value): value for value in values.values()}.keys() == values.keys()
+
+
+def test_odd_arguments_are_shown() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    held = graph.get_attr("deep.weight")
+    item = graph.call_function(operator.getitem, (x, (slice(None, 2, None), ..., held)))
+    call = graph.call_method("add", (item,), {"other": {"k": x, "n": [x, (1,)]}})
+    graph.output({"y": call})
+    lines = [show_node(node) for node in graph.nodes]
+    assert lines[1:] == [
+        "%deep_weight = get_attr deep.weight",
+        "%getitem = operator.getitem(%x, (slice(None, 2, None), Ellipsis, %deep_weight))",
+        "%add = Tensor.add(%getitem, other={'k': %x, 'n': [%x, (1,)]})",
+        "return {'y': %add}",
+    ]
+
+
+def test_symbolic_sizes_are_shown_without_adding_guards() -> None:
+    gm = make_fx(lambda x: x.t(), tracing_mode="symbolic")(torch.ones(3, 4))
+    placeholder = next(node for node in gm.graph.nodes if node.op == "placeholder")
+    environment = placeholder.meta["val"].fake_mode.shape_env
+    before = len(environment.guards)
+    lines = show(gm).splitlines()
+    assert len(environment.guards) == before
+    rows, columns = placeholder.meta["val"].shape
+    assert f"%x_1 : f32[{rows}, {columns}] cpu = placeholder" in lines
+    assert f"%t : f32[{columns}, {rows}] strides (1, {columns}) cpu = aten.t.default(%x_1)" in lines
