@@ -128,8 +128,6 @@ def may_overlap(value: torch.Tensor) -> bool:
     dims = [(stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if not _is(size == 1)]
     if any(_is(size == 0) for _, size in dims):
         return False
-    if any(_is(stride == 0) for stride, _ in dims):
-        return True
     reach: Any = 0  # the largest offset that the dimensions with smaller strides can reach
     remaining = dims
     while remaining:

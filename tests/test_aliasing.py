@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -166,10 +168,46 @@ def test_a_composite_op_may_give_back_its_input() -> None:
     x = graph.placeholder("x")
     kept = graph.call_function(aten.dropout.default, (x, 0.5, False))
     graph.output((kept,))
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         x.meta["val"], kept.meta["val"] = torch.empty(2), torch.empty(2)  # values that know nothing of each other
     result = rewritten(GraphModule(torch.nn.Module(), graph), 0)
     assert clones(result) == 1
+
+
+@torch.library.custom_op("passes_test::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.clone(), x.clone()]
+
+
+def two_values_of_an_opaque_op(first: torch.Tensor, second: torch.Tensor, mode: FakeTensorMode) -> GraphModule:
+    """Two getitem nodes on one element of an op whose schema says nothing of aliases."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    pair = graph.call_function(torch.ops.passes_test.opaque.default, (x,))
+    one, two = (graph.call_function(operator.getitem, (pair, index)) for index in (0, 1))
+    graph.output((one, two))
+    with mode:
+        x.meta["val"], pair.meta["val"] = torch.empty(2), [torch.empty(2), torch.empty(2)]
+    one.meta["val"], two.meta["val"] = first, second
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def test_fake_values_on_one_storage_alias_although_no_schema_says_so() -> None:
+    with (mode := FakeTensorMode()):
+        value, other = torch.empty(2), torch.empty(2)
+        view = value.view(2)
+    assert clones(rewritten(two_values_of_an_opaque_op(value, other, mode), 0, 1)) == 0
+    assert clones(rewritten(two_values_of_an_opaque_op(value, view, mode), 0, 1)) == 1
+
+
+def test_an_element_that_is_taken_twice_is_one_value() -> None:
+    with (mode := FakeTensorMode()):
+        value, other = torch.empty(2), torch.empty(2)
+    gm = two_values_of_an_opaque_op(value, other, mode)
+    second = gm.graph.find_nodes(op="call_function", target=operator.getitem)[1]
+    second.args = (second.args[0], 0)
+    gm.recompile()
+    assert clones(rewritten(gm, 0, 1)) == 1
 
 
 def test_an_unlisted_write_into_an_input_is_seen_by_the_clone_as_by_the_alias() -> None:

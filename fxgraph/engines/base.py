@@ -29,6 +29,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch_compat.autograd import preserve_versions
 
@@ -124,6 +126,13 @@ def exclusive() -> Iterator[None]:
         finally:
             if collecting:
                 gc.enable()
+
+
+def aten_graph(region: Region, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The region as a graph of aten ops; one that is no ``GraphModule`` yet is traced on these inputs."""
+    if isinstance(region, fx.GraphModule):
+        return region
+    return make_fx(region, tracing_mode="fake")(*inputs)
 
 
 def empty_like_layout(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch_compat.autograd import autocast_off
-from .base import CapturedRegion, Engine, Pool, Region, empty_like_layout, exclusive, poison_value
+from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
 
 POISON = False
 """Debug switch (tests set it): fill a slot's buffers with poison when the slot is given back."""
@@ -53,9 +53,10 @@ class CpuEngine(Engine):
     def capture(self, pool: Pool, region: Region, inputs: Sequence[torch.Tensor], warmup: int) -> CpuRegion:
         assert isinstance(pool, CpuPool), "a pool of another engine"
         with exclusive(), torch.no_grad(), torch.inference_mode(False), autocast_off():
+            module = aten_graph(region, inputs)
             for _ in range(warmup):
-                region(*inputs)
-            recorder = _Recorder(region if isinstance(region, fx.GraphModule) else fx.symbolic_trace(region))
+                module(*inputs)
+            recorder = _Recorder(module)
             outputs = tuple(recorder.run(*inputs))
             captured = CpuRegion(pool, tuple(recorder.calls), outputs, recorder.buffers)
         pool.regions.append(captured)

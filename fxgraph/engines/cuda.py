@@ -8,23 +8,39 @@ does not leave torch's generators believing that they still capture (Note [Gener
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from passes.aliasing import Aliases
 
 from .._torch_compat.autograd import autocast_off
-from .base import CapturedRegion, Engine, Pool, Region, empty_like_layout, exclusive, poison_value
+from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
 
 
 class CudaPool(Pool):
-    """A private memory pool of the caching allocator, and the stream on which regions are captured into it."""
+    """Scratch memory shared by the regions captured into it, and the stream on which they are captured.
+
+    Note [What may lie in the shared pool]
+
+    Memory that is free again at the end of a capture is given to the next capture into the same pool. That is right for scratch,
+    which nobody reads after its region has run. It is wrong for outputs: the gradients of a backward region could lie where
+    the forward region has its scratch, and a replay of the forward would overwrite a ``.grad`` that the user holds. So only
+    scratch lies in the shared pool; ops whose results leave the region allocate from a pool of the region's own.
+    """
 
     def __init__(self, device: torch.device, handle: object = None) -> None:
         self.device = device
         self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         self.stream = torch.cuda.Stream(device)
         self.last: torch.cuda.Stream | None = None
+        self.regions: weakref.WeakSet[CudaRegion] = weakref.WeakSet()
         # The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of the pool lives.
         self._keeper = _harmless_capture(device, self._handle)
 
@@ -33,10 +49,9 @@ class CudaPool(Pool):
         return self._handle
 
     def bytes_held(self) -> int:
-        segments = torch.cuda.memory_snapshot(self._handle)
-        return sum(
-            segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._handle)
-        )
+        handles = {tuple(self._handle), *(region.own.handle for region in self.regions)}
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in handles)
 
     def order(self) -> None:
         """The current stream waits for the last one on which a region of this pool was replayed."""
@@ -63,15 +78,16 @@ class CudaEngine(Engine):
             caller, side = torch.cuda.current_stream(), pool.stream
             pool.order()
             side.wait_stream(caller)
-            graph = torch.cuda.CUDAGraph()
+            module = aten_graph(region, inputs)
             try:
                 with torch.cuda.stream(side):
                     for _ in range(warmup):
-                        region(*inputs)
-                    outputs = _record(graph, pool, region, inputs)
+                        module(*inputs)
+                    captured = _record(pool, module, inputs)
             finally:
                 caller.wait_stream(side)
-        return CudaRegion(pool, graph, outputs)
+        pool.regions.add(captured)
+        return captured
 
     def poison(self, tensors: Sequence[torch.Tensor]) -> None:
         if POISON:
@@ -93,20 +109,82 @@ POISON = False
 """Debug switch (tests set it): fill a slot's buffers with poison when the slot is given back."""
 
 
-def _record(
-    graph: torch.cuda.CUDAGraph, pool: CudaPool, region: Region, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def _record(pool: CudaPool, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> CudaRegion:
     """Capture on the current stream. ``thread_local``: what other threads do with CUDA meanwhile cannot spoil it."""
+    graph = torch.cuda.CUDAGraph()
+    own = _OwnMemory(pool)
     try:
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-        outputs = tuple(region(*inputs))
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        outputs = tuple(_Router(module, own).run(*inputs))
         graph.capture_end()
     except BaseException:
+        own.leave()
         with contextlib.suppress(RuntimeError):
             graph.capture_end()  # raises once more where the capture was invalidated; the first error is the one to tell
         _after_failure(graph, pool)
         raise
-    return outputs
+    return CudaRegion(pool, graph, own, outputs)
+
+
+class _OwnMemory:
+    """A pool of a region's own; entered while ops run whose results leave the region. See Note [What may lie in the pool]."""
+
+    def __init__(self, shared: CudaPool) -> None:
+        self.handle: Any = tuple(torch.cuda.graph_pool_handle())
+        self._shared: Any = shared.handle
+        self._device = shared.device.index
+        self._uses = {self.handle: 0, self._shared: 0}
+        self.entered = False
+
+    def enter(self) -> None:
+        """Allocations of this thread come from the own pool from now on."""
+        if not self.entered:
+            self._switch(self._shared, self.handle)
+            self.entered = True
+
+    def leave(self) -> None:
+        """Allocations of the capture come from the shared pool again."""
+        if self.entered:
+            self._switch(self.handle, self._shared)
+            self.entered = False
+
+    def release(self) -> None:
+        """Let go of both pools; idempotent. Memory goes back when no tensor holds it any more."""
+        for handle, uses in self._uses.items():
+            for _ in range(uses):
+                torch._C._cuda_releasePool(self._device, handle)
+        self._uses = dict.fromkeys(self._uses, 0)
+
+    def _switch(self, old: Any, new: Any) -> None:
+        # The allocator serves an allocation from the first pool that claims it, so the other must stop claiming.
+        torch._C._cuda_endAllocateToPool(self._device, old)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, new)
+        self._uses[new] += 1  # each beginning counts as one user of the pool
+
+
+class _Router(fx.Interpreter):
+    """Runs a region; ops whose results leave it allocate from the region's own memory."""
+
+    def __init__(self, module: fx.GraphModule, own: _OwnMemory) -> None:
+        super().__init__(module)
+        self._own = own
+        self._leaving = leaving(module)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and n.target is not operator.getitem:
+            self._own.enter() if n in self._leaving else self._own.leave()
+        elif n.op == "output":
+            self._own.leave()
+        return super().run_node(n)
+
+
+def leaving(module: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that may have put memory of an output of the graph in its place."""
+    aliases = Aliases.of(module)
+    results = [node for node in pytree.tree_leaves(module.graph.output_node().args) if isinstance(node, fx.Node)]
+    storages = {aliases.storage(node) for node in results}
+    nodes = {node for node in module.graph.nodes if aliases.storage(node) in storages}
+    return nodes | {source for node in nodes if node.target is operator.getitem for source in node.all_input_nodes}
 
 
 def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
@@ -118,8 +196,11 @@ def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
     raise "Offset increment outside graph capture encountered unexpectedly". So the allocator is told here, and a harmless
     capture into a pool of its own takes the generators through the whole course once more.
     """
-    with contextlib.suppress(RuntimeError):  # raises where capture_end did get that far
-        torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)  # type: ignore[attr-defined]
+    try:
+        torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)  # type: ignore[arg-type]
+    except RuntimeError as error:  # where capture_end did get that far
+        if os.environ.get("FXDBG"):
+            print("END", error)
     with contextlib.suppress(RuntimeError):  # raises where there is nothing to reset
         graph.reset()
     torch.cuda.synchronize()
@@ -131,7 +212,7 @@ def _harmless_capture(device: torch.device, handle: Any) -> torch.cuda.CUDAGraph
     graph = torch.cuda.CUDAGraph()
     with exclusive(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         scratch = torch.zeros(1, device=device)
-        graph.capture_begin(*([] if handle is None else [handle]), capture_error_mode="thread_local")
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         scratch.zero_()
         graph.capture_end()
     return graph
@@ -140,8 +221,11 @@ def _harmless_capture(device: torch.device, handle: Any) -> torch.cuda.CUDAGraph
 class CudaRegion(CapturedRegion):
     """One CUDA graph and the buffers that it writes."""
 
-    def __init__(self, pool: CudaPool, graph: torch.cuda.CUDAGraph, outputs: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, pool: CudaPool, graph: torch.cuda.CUDAGraph, own: _OwnMemory, outputs: tuple[torch.Tensor, ...]
+    ) -> None:
         self.outputs = outputs
+        self.own = own
         self._pool, self._graph = pool, graph
         self._released = False
 
@@ -154,4 +238,10 @@ class CudaRegion(CapturedRegion):
         if not self._released:
             self._released = True
             self.outputs = ()
+            if self._pool.last is not None:
+                self._pool.last.synchronize()  # a replay may still be running
             self._graph.reset()
+            self.own.release()
+
+    def __del__(self) -> None:
+        self.release()
