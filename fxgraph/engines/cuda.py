@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -37,12 +37,16 @@ class CudaPool(Pool):
 
     def __init__(self, device: torch.device, handle: object = None) -> None:
         self.device = device
-        self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         self.stream = torch.cuda.Stream(device)
         self.last: torch.cuda.Stream | None = None
         self.regions: weakref.WeakSet[CudaRegion] = weakref.WeakSet()
+        self.renew(handle)
+
+    def renew(self, handle: object = None) -> None:
+        """Go on with other memory."""
+        self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         # The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of the pool lives.
-        self._keeper = _harmless_capture(device, self._handle)
+        self._keeper = _harmless_capture(self.device, self._handle)
 
     @property
     def handle(self) -> object:
@@ -190,21 +194,23 @@ def leaving(module: fx.GraphModule) -> set[fx.Node]:
 def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
     """Note [After a failed capture]
 
-    ``CUDAGraph::capture_end`` throws right after the driver has ended an invalidated capture, before it tells the allocator and
-    the registered generators that the capture is over (torch 2.11: ``aten/src/ATen/cuda/CUDAGraph.cpp``). The allocator would
-    refuse the next capture into the pool ("already recording to mempool_id"), and every random op outside of a capture would
-    raise "Offset increment outside graph capture encountered unexpectedly". So the allocator is told here, and a harmless
-    capture into a pool of its own takes the generators through the whole course once more.
+    ``CUDAGraph::capture_end`` throws right after the driver has ended an invalidated capture, before it tells the allocators and
+    the registered generators that the capture is over (torch 2.11: ``aten/src/ATen/cuda/CUDAGraph.cpp``). What is then left:
+
+    * every random op outside of a capture raises "Offset increment outside graph capture encountered unexpectedly": a
+      harmless capture takes the generators through the whole course once more;
+    * the allocators refuse the next capture into the pool ("already recording to mempool_id"), and the one for pinned memory
+      cannot be told from Python: the pool goes on with another handle, which only means another place for scratch;
+    * the allocator for pinned memory keeps a callback into the graph object: the object is kept.
     """
-    try:
+    _FAILED.append(graph)
+    with contextlib.suppress(RuntimeError):  # raises where capture_end did get that far
         torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)  # type: ignore[arg-type]
-    except RuntimeError as error:  # where capture_end did get that far
-        if os.environ.get("FXDBG"):
-            print("END", error)
-    with contextlib.suppress(RuntimeError):  # raises where there is nothing to reset
-        graph.reset()
     torch.cuda.synchronize()
-    _harmless_capture(pool.device, None).reset()
+    pool.renew()
+
+
+_FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 def _harmless_capture(device: torch.device, handle: Any) -> torch.cuda.CUDAGraph:
@@ -244,4 +250,5 @@ class CudaRegion(CapturedRegion):
             self.own.release()
 
     def __del__(self) -> None:
-        self.release()
+        if not sys.is_finalizing():
+            self.release()
