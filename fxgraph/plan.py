@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 import passes
+from passes.aliasing import Aliases
 
 from ._torch_compat import aot
 from .trace import InputSpec, JointGraph, OutputKind, output_args
@@ -194,19 +195,20 @@ def make(joint: JointGraph) -> Plan:
             if info.kind is OutputKind.INTERMEDIATE_BASE and k not in node_of and k in joint.tangent_of:
                 raise AssertionError("a base of views has a tangent but no user")
     plan.handed = tuple(handed)
-    forward.graph.output_node().args = (tuple(wanted),)
+    buffers = list(wanted)
+    aliases = Aliases.of(forward)
+    saved_storages = {aliases.storage(node) for node in saved}
+    plan.saved_live = tuple(
+        i for i, node in enumerate(placeholders) if specs[i].live and aliases.storage(node) in saved_storages
+    )
+    plan.saved_handed = tuple(
+        k for k, out in enumerate(handed) if aliases.storage(buffers[out.position]) in saved_storages
+    )
+    if any(aliases.storage(buffers[out.position]) in aliases.outside for out in handed):
+        raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
+    forward.graph.output_node().args = (tuple(buffers),)
     forward.graph.eliminate_dead_code()
     forward.recompile()
-    plan.saved_handed = tuple(
-        k
-        for k, out in enumerate(plan.handed)
-        if storage_root(list(wanted)[out.position]) in {storage_root(n) for n in saved if isinstance(n, fx.Node)}
-    )
-    for out in plan.handed:
-        if storage_root(list(wanted)[out.position]).op == "placeholder":
-            raise CannotPlan(
-                "an output is an input's own memory in a way that cannot be made again outside of the graph"
-            )
     return plan
 
 
@@ -238,14 +240,16 @@ def _plan_backward(
     gradients = output_args(backward)
     plan.gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
     backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
-    # A gradient that is the tangent itself, a parameter's memory or another gradient's would change under its holder.
-    own_memory = passes.CloneAliasedOutputs(outputs=tuple(range(len(plan.gradient_of))))
-    backward = own_memory(backward).graph_module
+    backward = _own_memory(backward)
     backward.graph.eliminate_dead_code()
     backward.recompile()
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
-    roots = {storage_root(node) for node in saved}
-    plan.saved_live = tuple(i for i, node in enumerate(placeholders) if node in roots and plan.inputs[i].live)
+
+
+def _own_memory(backward: fx.GraphModule) -> fx.GraphModule:
+    """A gradient that is the tangent itself, a parameter's memory or another gradient's would change under its holder."""
+    every = tuple(range(len(output_args(backward))))
+    return passes.CloneAliasedOutputs(outputs=every)(backward).graph_module
 
 
 def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
@@ -257,31 +261,6 @@ def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
 def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
     """The nodes that draw random numbers."""
     return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The node whose memory a value lives in, through any chain of view ops."""
-    while node.op == "call_function" and is_view(node):
-        node = next(arg for arg in node.all_input_nodes)
-    return node
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's value is memory of its first input."""
-    if node.target in _HIDDEN_VIEWS:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.arguments:
-        if node.target is _getitem:
-            producer = node.args[0]
-            return isinstance(producer, fx.Node) and is_view(producer)
-        return False
-    alias = schema.arguments[0].alias_info
-    return alias is not None and not alias.is_write and any(r.alias_info is not None for r in schema.returns)
-
-
-_getitem = __import__("operator").getitem
-_HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +327,7 @@ def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
         graph = aot.extract(narrowed.gm, [*first_of, *tangents], [gradients[i] for i in gradient_of])
     except AssertionError as error:
         raise CannotPlan(f"the backward of some of the outputs needs more than was saved: {error}") from error
+    graph = _own_memory(graph)
     return PartialBackward(graph, tuple(first_of.values()), gradient_of)
 
 

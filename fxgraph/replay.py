@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ._torch_compat import aot
-from ._torch_compat.autograd import autocast_off, keep_graph
+from ._torch_compat.autograd import keep_graph, kernels_only
 from .errors import DoubleBackwardError
 from .plan import PartialBackward, Plan, random_nodes
 from .slots import Capture, Lease, Slot, compact, copy_all
@@ -192,14 +192,13 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     tangents = [grads[k] for k in plan.tangents]
     if any(tangent is None for tangent in tangents):
         return _partial_backward(call, tangents)
-    with torch.inference_mode(False):
+    with kernels_only():
         copy_all(
             [compact(t) for t in slot.tangents],
             [compact_as(g, t) for g, t in zip(tangents, slot.tangents, strict=True)],
         )
         if slot.backward is None or not slot.gradients_free():
-            with autocast_off():
-                return tuple(plan.backward(*slot.backward_inputs()))  # type: ignore[misc]
+            return tuple(plan.backward(*slot.backward_inputs()))  # type: ignore[misc]
         slot.backward.replay()
         copied = slot.copied_gradients
         return tuple([g.clone() if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
@@ -225,7 +224,7 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
     partial = call.program.partial_backward(call.capture, tuple(tangent is not None for tangent in tangents))
     given = call.slot.backward_inputs()
     arguments = [given[k] for k in partial.saved] + [tangent for tangent in tangents if tangent is not None]
-    with torch.inference_mode(False), autocast_off():
+    with kernels_only():
         gradients = partial.graph(*arguments)
     found = dict(zip(partial.gradient_of, gradients, strict=True))
     return tuple([found.get(i) for i in plan.gradient_of])

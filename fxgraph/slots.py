@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ._torch_compat.autograd import autocast_off
+from ._torch_compat.autograd import kernels_only
 from ._torch_compat.storage import Held
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
@@ -64,7 +64,7 @@ class Slot:
         self.capture = capture
         self.pending = False
         plan, engine = capture.plan, capture.engine
-        with torch.inference_mode(False), torch.no_grad():
+        with kernels_only():
             self.statics = [
                 None if spec.live else engine.empty(capture.pool, value)
                 for spec, value in zip(plan.inputs, inputs, strict=True)
@@ -92,7 +92,7 @@ class Slot:
         plan, engine, pool = self.capture.plan, self.capture.engine, self.capture.pool
         if plan.backward is None:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with kernels_only():
             if not self.tangents:
                 self.tangents = [engine.empty(pool, self.outputs[plan.handed[k].position]) for k in plan.tangents]
                 for tangent in self.tangents:
@@ -216,7 +216,7 @@ class Capture:
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """``target.copy_(source)`` for each pair, in one launch where there are several."""
-    with torch.no_grad(), autocast_off():
+    with kernels_only():
         if len(targets) > 1:
             torch._foreach_copy_(list(targets), list(sources))
         elif targets:

@@ -19,10 +19,10 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_off() -> Iterator[None]:
-    """No autocast inside: an aten graph has its casts already."""
-    guard = torch._C._DisableAutocast()  # type: ignore[attr-defined]
-    try:
+def kernels_only() -> Iterator[None]:
+    """No autograd, no inference mode and no autocast inside: aten ops, as a captured region runs them.
+
+    ``inference_mode(False)`` turns grad mode on, so ``no_grad`` comes after it.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
         yield
-    finally:
-        del guard

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._torch_compat.autograd import autocast_off
+from .._torch_compat.autograd import kernels_only
 from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
 
 POISON = False
@@ -52,7 +52,7 @@ class CpuEngine(Engine):
 
     def capture(self, pool: Pool, region: Region, inputs: Sequence[torch.Tensor], warmup: int) -> CpuRegion:
         assert isinstance(pool, CpuPool), "a pool of another engine"
-        with exclusive(), torch.no_grad(), torch.inference_mode(False), autocast_off():
+        with exclusive(), kernels_only():
             module = aten_graph(region, inputs)
             for _ in range(warmup):
                 module(*inputs)
@@ -88,7 +88,7 @@ class CpuRegion(CapturedRegion):
 
     def replay(self) -> None:
         assert not self._released, "replay of a released region"
-        with torch.no_grad(), torch.inference_mode(False), autocast_off():
+        with kernels_only():
             for call in self._calls:
                 call()
 
@@ -145,7 +145,8 @@ def _again(
 ) -> Callable[[], Any]:
     """A call that computes the op again into the memory of its first results."""
     found = _out_form(target) if isinstance(target, torch._ops.OpOverload) else None
-    if found is not None and not any(map(torch._debug_has_internal_overlap, outs)):
+    whole = len(outs) == len(pytree.tree_leaves(result))  # an unused result may be None, which no out= form takes
+    if found is not None and whole and not any(map(torch._debug_has_internal_overlap, outs)):
         form, names, dropped = found
         kept = {name: value for name, value in kwargs.items() if name not in dropped}
         return functools.partial(form, *args, **kept, **dict(zip(names, outs, strict=True)))
@@ -153,7 +154,8 @@ def _again(
         return lambda: result.copy_(target(*args, **kwargs))
 
     def recompute() -> None:
-        for out, new in zip(outs, pytree.tree_leaves(target(*args, **kwargs)), strict=True):
+        results = pytree.tree_leaves(target(*args, **kwargs))
+        for out, new in zip(outs, [new for new in results if new is not None], strict=True):
             out.copy_(new)
 
     return recompute

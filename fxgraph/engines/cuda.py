@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from passes.aliasing import Aliases
 
-from .._torch_compat.autograd import autocast_off
+from .._torch_compat.autograd import kernels_only
 from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
 
 
@@ -78,7 +78,7 @@ class CudaEngine(Engine):
 
     def capture(self, pool: Pool, region: Region, inputs: Sequence[torch.Tensor], warmup: int) -> CudaRegion:
         assert isinstance(pool, CudaPool), "a pool of another engine"
-        with exclusive(), torch.cuda.device(pool.device), torch.no_grad(), torch.inference_mode(False), autocast_off():
+        with exclusive(), torch.cuda.device(pool.device), kernels_only():
             caller, side = torch.cuda.current_stream(), pool.stream
             pool.order()
             side.wait_stream(caller)
