@@ -102,7 +102,7 @@ class GraphedCallable:
             try:
                 traced = self._trace(args, kwargs)
             except TraceError as error:
-                if error.id == "op-failed":
+                if error.id in ("op-failed", "no-fake-impl"):
                     raise
                 self._raise_the_users_own(args, kwargs, error)
                 self._cannot_trace(error)

@@ -136,6 +136,7 @@ def make(joint: JointGraph) -> Plan:
         forward, backward = aot.partition(joint.gm, joint.num_forward)
     else:
         forward, backward = joint.gm, None
+    forward = passes.DrawInPlace()(forward).graph_module
     results = output_args(forward)
     returned, saved = results[: joint.num_forward], results[joint.num_forward :]
 
@@ -190,7 +191,8 @@ def make(joint: JointGraph) -> Plan:
     )
     placeholders = forward.graph.find_nodes(op="placeholder")
     if backward is not None:
-        _plan_backward(plan, backward, placeholders, saved, wanted, node_of)
+        drawn = {node.name for node in random_nodes(forward)}
+        _plan_backward(plan, backward, placeholders, saved, wanted, node_of, drawn)
         for k, info in enumerate(joint.outputs[: joint.num_forward]):
             if info.kind is OutputKind.INTERMEDIATE_BASE and k not in node_of and k in joint.tangent_of:
                 raise AssertionError("a base of views has a tangent but no user")
@@ -219,6 +221,7 @@ def _plan_backward(
     saved: tuple[Any, ...],
     wanted: dict[fx.Node, int],
     node_of: dict[int, int],
+    drawn: set[str],
 ) -> None:
     """Wire the backward region's inputs and drop the gradients that are None."""
     index_of = {node.name: i for i, node in enumerate(placeholders)}
@@ -241,9 +244,24 @@ def _plan_backward(
     plan.gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
     backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
     backward = _own_memory(backward)
-    backward.graph.eliminate_dead_code()
+    _drop_forward_draws(backward, drawn)
     backward.recompile()
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
+
+
+def _drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
+    """Remove what the backward does not need, random ops of the forward included.
+
+    The partitioner copies the forward's nodes into the backward and removes those without users, but never a random op.
+    """
+
+    def needed(node: fx.Node) -> bool:
+        return bool(node.is_impure()) and node.name not in drawn
+
+    backward.graph.eliminate_dead_code(is_impure_node=needed)
+    again = [node.name for node in random_nodes(backward) if node.name in drawn]
+    if again:
+        raise CannotPlan(f"the backward would draw the forward's random numbers again: {', '.join(again)}")
 
 
 def _own_memory(backward: fx.GraphModule) -> fx.GraphModule:
@@ -312,22 +330,23 @@ def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
     numbers = _Numbering()
     original = {node.name: number for node, number in numbers.of(plan.joint.gm.graph).items()}
     found: dict[int, fx.Node] = {}
-    for node, number in numbers.of(narrowed.gm.graph).items():
+    numbered = numbers.of(narrowed.gm.graph)
+    for node, number in numbered.items():
         found.setdefault(number, node)
-    missing = [name for name in plan.saved_names if original[name] not in found]
-    if missing:
-        raise CannotPlan(f"the backward of some of the outputs does not know the saved values {', '.join(missing)}")
     tangents = narrowed.gm.graph.find_nodes(op="placeholder")[len(plan.inputs) :]
     gradients = output_args(narrowed.gm)[narrowed.num_forward :]
     gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
     first_of: dict[fx.Node, int] = {}  # two saved values can be one value under two names
     for k, name in enumerate(plan.saved_names):
-        first_of.setdefault(found[original[name]], k)
+        if original[name] in found:  # else it was for another output
+            first_of.setdefault(found[original[name]], k)
     try:
         graph = aot.extract(narrowed.gm, [*first_of, *tangents], [gradients[i] for i in gradient_of])
     except AssertionError as error:
         raise CannotPlan(f"the backward of some of the outputs needs more than was saved: {error}") from error
     graph = _own_memory(graph)
+    drawn = {original[node.name] for node in random_nodes(plan.forward)}
+    _drop_forward_draws(graph, {node.name for node in random_nodes(narrowed.gm) if numbered[node] in drawn})
     return PartialBackward(graph, tuple(first_of.values()), gradient_of)
 
 

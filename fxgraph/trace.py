@@ -166,17 +166,36 @@ def read(
             "op-failed",
             "an op of the callable fails on these inputs",
             where=user_line(error),
-            observed=first_line(error),
+            observed=_cause(error),
+            expected="arguments on which the callable works in eager",
             hint="run the callable eagerly with the same arguments: it fails there too",
         ) from error
     except (*dynamo.ReadErrors, dynamo.Miscompiled) as error:
+        op = dynamo.op_without_fake(error)
+        if op is not None:
+            raise TraceError(
+                "no-fake-impl",
+                "an op has no fake implementation",
+                where=user_line(error),
+                observed=op,
+                expected="ops with a fake (meta) implementation",
+                hint="give it one with torch.library.register_fake",
+            ) from error
         raise TraceError(
             "untraceable",
             "the callable's Python does not fit into one graph",
             where=user_line(error),
-            observed=first_line(error),
+            observed=dynamo.reason(error),
+            expected="Python whose course depends on shapes and constants only",
             hint="move this piece out of the callable, or leave on_uncapturable='split' to capture around it",
         ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost cause, with its type."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

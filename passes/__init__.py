@@ -11,6 +11,7 @@ from .capturable import CAPTURABLE, check
 from .constraint import Constraint, NodeConstraint, Report, Satisfied, Verdict, Violation, Where, judge
 from .contract import CONTRACT, UNUSED_INPUT, DifferentiableInputs, UnusedInput, check_call
 from .pipeline import AnyPass, Pipeline, PipelineResult, Step, apply
+from .random_fill import DrawInPlace
 from .verify import WELL_FORMED
 
 __fxgraph_version_mark__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "CloneAliasedOutputs",
     "Constraint",
     "DifferentiableInputs",
+    "DrawInPlace",
     "NodeConstraint",
     "Pass",
     "PassError",

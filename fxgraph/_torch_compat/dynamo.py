@@ -122,6 +122,23 @@ def _quiet_backends() -> Iterator[None]:
         torch._C._dynamo.eval_frame.set_eval_frame(before)  # type: ignore[attr-defined]
 
 
+def reason(error: BaseException) -> str:
+    """What Dynamo could not read, in one line: the kind, and the object that it was about."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    context = next((line.partition(":")[2].strip() for line in lines if line.startswith(_CONTEXT)), "")
+    return (lines[0] if lines else type(error).__name__) + (f": {context}" if context else "")
+
+
+def op_without_fake(error: BaseException) -> str | None:
+    """The op without a fake implementation that stopped Dynamo, or None if something else did."""
+    if getattr(error, "gb_type", None) != "Operator does not support running with fake tensors":
+        return None
+    return reason(error).rpartition("unsupported operator: ")[2]
+
+
+_CONTEXT = "Developer debug context"
+
+
 def source_names(graph: torch.fx.GraphModule) -> list[str]:
     """For each placeholder of a graph of Dynamo's, the Python expression that finds it."""
     names = []
