@@ -15,7 +15,8 @@ except ImportError as _error:
     raise ImportError("fxgraph needs its own package 'passes', which is not importable: reinstall fxgraph") from _error
 if getattr(passes, _MARK, None) != __version__:
     raise ImportError(
-        f"fxgraph {__version__} needs its own package 'passes', but 'passes' is {getattr(passes, '__file__', passes)!r}. "
+        f"fxgraph {__version__} needs its own package 'passes', but 'passes' is "
+        f"{getattr(passes, '__file__', passes)!r}. "
         "Rename that module, or take its folder out of sys.path."
     )
 

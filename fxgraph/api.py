@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,14 +28,14 @@ def make_graphed_callables(
 ) -> Any:
     """Graphed versions of functions or modules: each call replays captured regions from inside one autograd node.
 
-    A stand-in for ``torch.cuda.make_graphed_callables`` with the same positional arguments. A module comes back as the same
-    object, with its ``forward`` replaced; a function comes back as a callable with the same signature.
+    A stand-in for ``torch.cuda.make_graphed_callables`` with the same positional arguments. A module comes back as the
+    same object, with its ``forward`` replaced; a function comes back as a callable with the same signature.
 
     Args:
-        callables: a function or ``nn.Module``, or a tuple of them. The callables of a tuple share one memory pool. Any order
-            of calls is right; the order in the tuple is the one for which memory is laid out.
-        sample_args: positional arguments to capture for: a tuple, or for a tuple of callables a tuple of tuples. Tensors may
-            be nested in containers; anything else is a constant of the capture.
+        callables: a function or ``nn.Module``, or a tuple of them. The callables of a tuple share one memory pool. Any
+            order of calls is right; the order in the tuple is the one for which memory is laid out.
+        sample_args: positional arguments to capture for: a tuple, or for a tuple of callables a tuple of tuples.
+            Tensors may be nested in containers; anything else is a constant of the capture.
         num_warmup_iters: how often each region runs before it is captured. Leaves no trace.
         allow_unused_input: whether an input or parameter that requires grad may have no gradient.
         pool: a pool handle (``torch.cuda.graph_pool_handle()``) or a graph's ``pool()``, to share its memory.
@@ -51,9 +51,12 @@ def make_graphed_callables(
     """
     if not isinstance(num_warmup_iters, int) or isinstance(num_warmup_iters, bool) or num_warmup_iters < 0:
         raise OptionError(
-            "bad-option", "num_warmup_iters is not a count", where="num_warmup_iters",
-            observed=repr(num_warmup_iters), expected="an int >= 0",
-        )  # fmt: skip
+            "bad-option",
+            "num_warmup_iters is not a count",
+            where="num_warmup_iters",
+            observed=repr(num_warmup_iters),
+            expected="an int >= 0",
+        )
     chosen = Options.of(options, **({} if num_warmup_iters == 3 else {"num_warmup_iters": num_warmup_iters}))
     several = isinstance(callables, tuple)
     targets = callables if several else (callables,)
@@ -87,7 +90,8 @@ def make_graphed_callables(
 
 
 def ungraph(graphed: Any) -> Any:
-    """The original of a graphed function, or the module with its own ``forward`` back. Anything else comes back as it is."""
+    """The original of a graphed function, or the module with its own ``forward`` back. Anything else comes back as it
+    is."""
     if isinstance(graphed, torch.nn.Module):
         current = graphed.__dict__.get("forward")
         if isinstance(current, GraphedCallable):
@@ -101,7 +105,7 @@ def ungraph(graphed: Any) -> Any:
 def _install(target: Any, graphed: GraphedCallable) -> Any:
     if not isinstance(target, torch.nn.Module):
         return graphed
-    target.forward = graphed  # type: ignore[method-assign]
+    target.forward = graphed
     return target
 
 
@@ -122,8 +126,11 @@ def _per_callable(given: Any, several: bool, count: int, name: str, kind: type) 
     if not isinstance(values, tuple) or len(values) != count or not all(isinstance(value, kind) for value in values):
         shape = f"a tuple of {count} {kind.__name__}s, one per callable" if several else f"a {kind.__name__}"
         raise OptionError(
-            "sample-count", f"{name} does not fit the callables", where=name,
-            observed=f"{type(given).__name__}" + (f" of length {len(given)}" if isinstance(given, (tuple, list)) else ""),
-            expected=shape, hint="give the positional arguments of each callable as a tuple, keyword arguments as a dict",
-        )  # fmt: skip
+            "sample-count",
+            f"{name} does not fit the callables",
+            where=name,
+            observed=type(given).__name__ + (f" of length {len(given)}" if isinstance(given, (tuple, list)) else ""),
+            expected=shape,
+            hint="positional arguments of each callable in a tuple, keyword arguments in a dict",
+        )
     return tuple(values)

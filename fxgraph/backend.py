@@ -42,7 +42,8 @@ def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: s
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
     program = Program(graph, specs, options, name, pools)
-    return torch._dynamo.disable(program.__call__)
+    run: Callable[..., tuple[Any, ...]] = torch._dynamo.disable(program.__call__)
+    return run
 
 
 def split_callable(function: Callable[..., Any], options: Options, pools: Pools, name: str) -> Callable[..., Any]:

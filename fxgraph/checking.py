@@ -18,14 +18,15 @@ def check(
 ) -> passes.Report:
     """Everything that stands against capturing a callable for these arguments. Nothing is captured, no GPU is needed.
 
-    The rules on the callable and its arguments come first; only if they hold is the callable traced and its graph judged.
+    The rules on the callable and its arguments come first; only if they hold is the callable traced and its graph
+    judged.
 
     Args:
         callable: a function, ``nn.Module`` or graphed callable.
         args, kwargs: the arguments of one call.
     Returns:
-        A report: ``report.ok``, ``report.violations`` (each with ``id``, ``where``, ``observed``, ``expected``, ``hint``), and
-        ``str(report)`` for a person.
+        A report: ``report.ok``, ``report.violations`` (each with ``id``, ``where``, ``observed``, ``expected``,
+        ``hint``), and ``str(report)`` for a person.
     """
     kwargs = {} if kwargs is None else kwargs
     report = passes.check_call(callable, args, kwargs)

@@ -13,7 +13,7 @@ that a PyTorch user would expect to catch. The text has one format in both packa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from passes import Report, Violation
@@ -56,13 +56,18 @@ class FxgraphError(Exception):
     def from_report(cls, report: Report) -> FxgraphError:
         """The error that says everything the (not ok) report says; its attributes are those of the first violation."""
         first = report.violations[0]
-        error = cls.__new__(cls)
-        Exception.__init__(error, str(report))
-        error.id, error.title = first.id, first.title
-        error.where, error.observed = str(first.where), first.observed
-        error.expected, error.hint = first.expected, first.hint
-        error.violations = tuple(report.violations)
-        return error
+        attributes = {name: getattr(first, name) for name in ("id", "title", "observed", "expected", "hint")}
+        return _rebuild(cls, str(report), {**attributes, "where": str(first.where), "violations": report.violations})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.__dict__)
+
+
+def _rebuild(cls: type[FxgraphError], text: str, attributes: dict[str, Any]) -> FxgraphError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, text)
+    error.__dict__.update(attributes)
+    return error
 
 
 class OptionError(FxgraphError, ValueError):

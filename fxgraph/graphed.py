@@ -40,8 +40,8 @@ class _Traced:
 class GraphedCallable:
     """What stands in for a function, or for a module's ``forward``.
 
-    Calls are answered by the first trace whose guards hold; a call that no trace answers is traced, run eagerly or refused, as
-    ``options.on_new_signature`` says.
+    Calls are answered by the first trace whose guards hold; a call that no trace answers is traced, run eagerly or
+    refused, as ``options.on_new_signature`` says.
     """
 
     def __init__(
@@ -309,13 +309,14 @@ def as_function(target: Callable[..., Any]) -> types.FunctionType | types.Method
         return target
     if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
         return target
-    method = getattr(type(target), "__call__", None)
+    method = inspect.getattr_static(type(target), "__call__", None)
     if isinstance(method, types.FunctionType) and not isinstance(target, torch.nn.Module):
         return types.MethodType(method, target)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
+    assert isinstance(call, types.FunctionType)
     return call
 
 

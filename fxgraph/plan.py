@@ -24,7 +24,8 @@ class CannotPlan(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where an input of the backward region comes from: ``input`` i, output i of the ``forward`` region, ``tangent`` i."""
+    """Where an input of the backward region comes from: ``input`` i, output i of the ``forward`` region, ``tangent``
+    i."""
 
     kind: str
     index: int
@@ -265,9 +266,11 @@ def _drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
 
 
 def _own_memory(backward: fx.GraphModule) -> fx.GraphModule:
-    """A gradient that is the tangent itself, a parameter's memory or another gradient's would change under its holder."""
+    """A gradient that is the tangent itself, a parameter's memory or another gradient's would change under its
+    holder."""
     every = tuple(range(len(output_args(backward))))
-    return passes.CloneAliasedOutputs(outputs=every)(backward).graph_module
+    result: fx.GraphModule = passes.CloneAliasedOutputs(outputs=every)(backward).graph_module
+    return result
 
 
 def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
@@ -285,8 +288,8 @@ def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
 class PartialBackward:
     """A backward for the case that only some tangents are defined.
 
-    ``graph`` takes the saved values with the indices ``saved``, then the defined tangents; its outputs are the gradients of the
-    inputs ``gradient_of``.
+    ``graph`` takes the saved values with the indices ``saved``, then the defined tangents; its outputs are the
+    gradients of the inputs ``gradient_of``.
     """
 
     graph: fx.GraphModule
@@ -321,8 +324,8 @@ def outputs_without_gradient(joint: JointGraph, defined: tuple[bool, ...]) -> li
 def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
     """A backward over the plan's saved values for fewer outputs.
 
-    ``narrowed`` is the joint graph of the same program with some outputs detached. Its forward part computes the same values in
-    the same way, so its backward can start from the values that the plan's forward has saved.
+    ``narrowed`` is the joint graph of the same program with some outputs detached. Its forward part computes the same
+    values in the same way, so its backward can start from the values that the plan's forward has saved.
 
     Raises:
         CannotPlan: if it needs a value that was not saved.
@@ -375,17 +378,7 @@ class _Numbering:
                 key = (
                     node.op,
                     node.target,
-                    *(repr(fx.map_arg(a, lambda n: _Number(numbers[n]))) for a in (node.args, node.kwargs)),
+                    *(repr(fx.map_arg(a, lambda n: f"%{numbers[n]}")) for a in (node.args, node.kwargs)),
                 )
             numbers[node] = self._numbers.setdefault(key, len(self._numbers))
         return numbers
-
-
-class _Number:
-    """A number in place of a node in an argument list, for ``repr``."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"%{self._number}"

@@ -1,7 +1,7 @@
 """One torch-level graph, called with flat inputs: finds or makes the capture for a call, or runs the graph eagerly.
 
-Both entries end here: ``make_graphed_callables`` with a graph that fxgraph's own reading of the callable gave, ``torch.compile``
-with the graph that Dynamo hands to a backend.
+Both entries end here: ``make_graphed_callables`` with a graph that fxgraph's own reading of the callable gave,
+``torch.compile`` with the graph that Dynamo hands to a backend.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Program:
         infos = planned.joint.metadata.input_info
         names = tuple(str(spec) for spec, info in zip(planned.inputs, infos, strict=True) if info.requires_grad)
         unused = tuple(str(planned.inputs[i]) for i in planned.unused)
-        report = passes.judge(passes.DifferentiableInputs(names, unused), (passes.UNUSED_INPUT,))
+        report = passes.judge(passes.DifferentiableInputs(names, unused), passes.UNUSED_INPUT)
         raise ContractError.from_report(report)
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """One autograd node per call: copy in, replay, hand out; and the same backwards.
 
-The node's inputs are the program's inputs that have a gradient, its outputs the plan's handed buffers. Everything that eager
-would make outside of an op (inputs returned as they are, views of inputs, views of other outputs, in-place updates of inputs
-that autograd follows) is made after the node, by ops that autograd sees.
+The node's inputs are the program's inputs that have a gradient, its outputs the plan's handed buffers. Everything that
+eager would make outside of an op (inputs returned as they are, views of inputs, views of other outputs, in-place
+updates of inputs that autograd follows) is made after the node, by ops that autograd sees.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Call:
 
     Note [Inputs kept for a second derivative]
 
-    ``create_graph=True`` runs the program again on the inputs as they were given, history included. Keeping a tensor that the
-    user may update in place (``x += g(x)``) would close a cycle tensor -> grad_fn -> this node -> tensor that nothing frees. So
-    inputs that require grad and have a history are kept by autograd (``save_for_backward`` keeps the edge, not the tensor's
-    later life), leaves are kept as they are, and what does not require grad is kept detached.
+    ``create_graph=True`` runs the program again on the inputs as they were given, history included. Keeping a tensor
+    that the user may update in place (``x += g(x)``) would close a cycle tensor -> grad_fn -> this node -> tensor that
+    nothing frees. So inputs that require grad and have a history are kept by autograd (``save_for_backward`` keeps the
+    edge, not the tensor's later life), leaves are kept as they are, and what does not require grad is kept detached.
     """
 
     __slots__ = ("capture", "inputs", "lease", "program", "slot", "versions", "watched", "with_history")
@@ -85,7 +85,8 @@ class Runner(Protocol):
     lock: threading.RLock
 
     def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> PartialBackward:
-        """Backward graph for the case that only some tangents are defined, and the inputs that its outputs belong to."""
+        """Backward graph for the case that only some tangents are defined, and the inputs that its outputs belong
+        to."""
 
     def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The program's outputs, run by autograd under the autocast state of the capture."""
@@ -100,7 +101,7 @@ def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tenso
             handed = _forward(capture, slot, inputs)
     else:
         call = Call(program, capture, slot, inputs)
-        handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])
+        handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])  # type: ignore[no-untyped-call]
     for index, position in plan.updates:
         inputs[index].copy_(handed[position])
     return tuple([_make(ret, handed, inputs) for ret in plan.returns])
@@ -147,7 +148,7 @@ def _alias(buffer: torch.Tensor, inference: bool) -> torch.Tensor:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, call: Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
         plan = call.capture.plan
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -168,7 +169,7 @@ class _Node(torch.autograd.Function):
         return handed
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()
         if keeps and not call.lease.held:

@@ -13,8 +13,8 @@ from .trace import InputSpec
 def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The key under which a capture for these inputs is kept.
 
-    Live inputs count by address (a capture reads them where they are), other tensors by everything that shapes a kernel or a
-    gradient, numbers by value. Grad mode and inference mode count too.
+    Live inputs count by address (a capture reads them where they are), other tensors by everything that shapes a kernel
+    or a gradient, numbers by value. Grad mode and inference mode count too.
     """
     parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     for spec, value in zip(specs, inputs, strict=True):

@@ -2,15 +2,16 @@
 
 Note [Hand-out]
 
-An output of a replay is a buffer that the next replay of the same slot overwrites. Users get an alias of the buffer, without a
-copy, and the slot counts as taken as long as anybody else holds the buffer's storage: a tensor of the user's, a view of it,
-or a saved variable of autograd's (``torch._C._storage_Use_Count``). Who keeps outputs (a list of losses, a cache) would take
-one slot after the other. So a capture learns: an output once found held at the next call is handed out as a copy from then
-on, and the slot that is held is given up to its holder and replaced.
+An output of a replay is a buffer that the next replay of the same slot overwrites. Users get an alias of the buffer,
+without a copy, and the slot counts as taken as long as anybody else holds the buffer's storage: a tensor of the user's,
+a view of it, or a saved variable of autograd's (``torch._C._storage_Use_Count``). Who keeps outputs (a list of losses,
+a cache) would take one slot after the other. So a capture learns: an output once found held at the next call is handed
+out as a copy from then on, and the slot that is held is given up to its holder and replaced.
 
-Gradients likewise. ``AccumulateGrad`` takes a gradient that nobody else references as ``.grad`` without copying. If it is still
-there when the slot's backward comes round again (gradient accumulation, ``set_to_none=False``), this backward runs op by op into
-new memory, and the slot's backward region is captured anew with those gradients handed out as copies.
+Gradients likewise. ``AccumulateGrad`` takes a gradient that nobody else references as ``.grad`` without copying. If it
+is still there when the slot's backward comes round again (gradient accumulation, ``set_to_none=False``), this backward
+runs op by op into new memory, and the slot's backward region is captured anew with those gradients handed out as
+copies.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Slot:
         self.stale_gradients: set[int] = set()
 
     def capture_backward(self) -> None:
-        """Capture the backward region. The forward has been captured; it runs once more to give the saved values a value."""
+        """Capture the backward region. The forward has been captured; it runs once more to give the saved values a
+        value."""
         plan, engine, pool = self.capture.plan, self.capture.engine, self.capture.pool
         if plan.backward is None:
             return
@@ -130,7 +132,8 @@ class Slot:
         return self._held.which()
 
     def gradients_free(self) -> bool:
-        """Whether the backward region may overwrite the gradients now; if not, remembers which ones stand in the way."""
+        """Whether the backward region may overwrite the gradients now; if not, remembers which ones stand in the
+        way."""
         if not self._held_gradients.any():
             return True
         self.stale_gradients.update(self._held_gradients.which())

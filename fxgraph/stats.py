@@ -47,8 +47,8 @@ def stats(graphed: Any = None) -> Stats:
         callables = [graphed]
         programs = [p for p in _program.ALIVE if p.pools is graphed.pools and p.name.endswith(graphed.name)]
     reasons: collections.Counter[str] = collections.Counter()
-    for source in (*callables, *programs):
-        reasons.update(source.eager_reasons)
+    for found in [*(c.eager_reasons for c in callables), *(p.eager_reasons for p in programs)]:
+        reasons.update(found)
     return Stats(
         captures=[f"{p.name}: {capture}" for p in programs for capture in p.captures.values()],
         replays=sum(p.replays for p in programs),

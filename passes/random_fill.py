@@ -19,9 +19,9 @@ aten = torch.ops.aten
 class DrawInPlace(Pass):
     """Turn ``aten.bernoulli.p(empty_like(x), p)`` into ``aten.bernoulli_.float(empty_like(x), p)``.
 
-    Functionalisation makes the former out of dropout's ``empty_like(x).bernoulli_(p)``. The two differ: the functional op
-    ignores the memory format of its argument (``aten/src/ATen/native/Distributions.cpp``), so for an ``x`` that is not
-    contiguous the same draws land at other elements. An ``empty_like`` with other users stays as it is.
+    Functionalisation makes the former out of dropout's ``empty_like(x).bernoulli_(p)``. The two differ: the functional
+    op ignores the memory format of its argument (``aten/src/ATen/native/Distributions.cpp``), so for an ``x`` that is
+    not contiguous the same draws land at other elements. An ``empty_like`` with other users stays as it is.
     """
 
     requires: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(),)

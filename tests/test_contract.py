@@ -376,11 +376,11 @@ class Colour(enum.Enum):
 CONSTANTS = [
     *(None, True, 1, 1.5, 2j, "text", b"bytes", ..., slice(1, None, 2), range(3), Colour.RED, enum.IntEnum("E", "A").A),
     *(torch.float16, torch.device("cpu"), torch.channels_last, torch.strided, torch.Size([1, 2])),
-    *(two, len, torch.relu, torch.Tensor.add, int, Net, frozenset({1, "a"}), (), [], {}),
+    *(two, len, torch.relu, torch.Tensor.add, int, Net, frozenset({1}), (), [], {}),
 ]
 
 
-@pytest.mark.parametrize("constant", CONSTANTS, ids=repr)
+@pytest.mark.parametrize("constant", CONSTANTS, ids=lambda constant: getattr(constant, "__name__", repr(constant)))
 def test_immutable_constants_are_allowed_wherever_they_stand(constant: Any) -> None:
     for holder in (constant, [constant], (constant, 1), {"k": constant}, Pair(1, constant), Frozen(constant)):
         assert RULES["unsupported-argument"].verdict(site(identity, holder, key=holder))

@@ -122,8 +122,11 @@ def test_the_nodes_outputs_keep_eagers_requires_grad() -> None:
 
 
 def test_two_names_of_one_value_are_one_buffer() -> None:
-    plan, _, _ = make(lambda x: (lambda y: (y, y))(x.sin()), leaf(3))
-    assert len({ret.index for ret in plan.returns}) == 1
+    graph = fx.symbolic_trace(lambda x: (lambda y: (y, y))(x.sin()))
+    specs = [trace.InputSpec(trace.InputKind.USER_INPUT, "x")]
+    plan = planning.make(trace.export(graph, specs, [leaf(3)]))
+    assert len(plan.returns) == 2
+    assert len({plan.handed[ret.index].position for ret in plan.returns}) == 1
 
 
 # -- how outputs are made ---------------------------------------------------------------------------------------------

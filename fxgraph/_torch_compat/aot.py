@@ -1,7 +1,7 @@
 """AOTAutograd: joint graph export, its metadata, partition, and views made again outside of a graph.
 
-``torch._functorch.aot_autograd.aot_export_joint_with_descriptors`` traces forward and backward into one aten graph whose
-placeholders and outputs carry descriptors; ``_functorch/_aot_autograd/schemas.py`` describes the metadata;
+``torch._functorch.aot_autograd.aot_export_joint_with_descriptors`` traces forward and backward into one aten graph
+whose placeholders and outputs carry descriptors; ``_functorch/_aot_autograd/schemas.py`` describes the metadata;
 ``_functorch/partitioners.py`` cuts the joint graph.
 """
 
@@ -22,7 +22,8 @@ OutputType = schemas.OutputType
 TangentAOTInput = descriptors.TangentAOTInput
 
 # torch decomposes these in Python while tracing (py_impl on the composite key), into ops that eager does not run: other
-# kernels, other rounding, other draws of the random generator. Without the Python entry the C++ composite runs, as in eager.
+# kernels, other rounding, other draws of the random generator. Without the Python entry the C++ composite runs, as in
+# eager.
 _DECOMPOSED = ("dropout", "lstm", "gru", "rnn_tanh", "rnn_relu")
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
@@ -48,8 +49,8 @@ def eager_kernels() -> Iterator[None]:
 def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, Any]:
     """Joint forward/backward aten graph of a torch-level graph on these inputs, and its ``ViewAndMutationMeta``.
 
-    The inputs may be real tensors: only their metadata is used. Without an input that requires grad, or under ``no_grad``,
-    the graph has the forward alone. Mutations that autograd need not see are ``copy_`` nodes in the graph.
+    The inputs may be real tensors: only their metadata is used. Without an input that requires grad, or under
+    ``no_grad``, the graph has the forward alone. Mutations that autograd need not see are ``copy_`` nodes in the graph.
     """
     with (
         contextlib.ExitStack() as stack,

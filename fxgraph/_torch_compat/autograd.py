@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """``keep_graph() -> bool``, inside a backward: was it called with ``retain_graph=True``?"""
 
 
 @contextlib.contextmanager
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """In-place writes inside leave the tensors' version counters as they were."""
-    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+    with _unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
 
@@ -24,5 +25,5 @@ def kernels_only() -> Iterator[None]:
 
     ``inference_mode(False)`` turns grad mode on, so ``no_grad`` comes after it.
     """
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
         yield

@@ -1,8 +1,8 @@
 """Dynamo's full-graph capture: ``torch._dynamo.convert_frame.fullgraph_capture`` and the guards it yields.
 
-The same path serves ``torch.compile(...).aot_compile`` in torch itself. What comes out: an FX graph of torch-level calls, the
-places in the user's objects where its inputs are found, guards over all Python state that was read, and bytecode that finds
-the inputs, calls the graph, redoes the Python side effects and rebuilds the outputs.
+The same path serves ``torch.compile(...).aot_compile`` in torch itself. What comes out: an FX graph of torch-level
+calls, the places in the user's objects where its inputs are found, guards over all Python state that was read, and
+bytecode that finds the inputs, calls the graph, redoes the Python side effects and rebuilds the outputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch._dynamo
 from torch._dynamo import convert_frame, exc
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch.torch_version import TorchVersion
 
 Unsupported = exc.Unsupported
 """Dynamo cannot read a piece of Python (a graph break)."""
@@ -25,7 +26,8 @@ OpFailed = exc.TorchRuntimeError
 ReadErrors = (exc.TorchDynamoException,)
 
 # Dynamo's defaults trade these checks for speed; a capture that outlives its assumptions would be silently wrong.
-# allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured kernels.
+# allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
+#     kernels.
 _STRICT: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
@@ -68,7 +70,8 @@ class Reading:
         self._manager = manager
 
     def bind(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
-        """A function with the original's arguments (``self`` first for methods) that calls ``run_graph`` for the graph."""
+        """A function with the original's arguments (``self`` first for methods) that calls ``run_graph`` for the
+        graph."""
         output: Any = self._capture.graph_capture_output
         env = output.get_runtime_env()
         missing = {n: self._function.__globals__[n] for n in env.external_refs if n in self._function.__globals__}
@@ -115,11 +118,11 @@ def read(
 @contextlib.contextmanager
 def _quiet_backends() -> Iterator[None]:
     """Dynamo's frame hook stays out of the code that runs while we trace."""
-    before = torch._C._dynamo.eval_frame.set_eval_frame(None)  # type: ignore[attr-defined]
+    before = torch._C._dynamo.eval_frame.set_eval_frame(None)
     try:
         yield
     finally:
-        torch._C._dynamo.eval_frame.set_eval_frame(before)  # type: ignore[attr-defined]
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 def reason(error: BaseException) -> str:
@@ -156,13 +159,14 @@ class Miscompiled(Exception):
 def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
     """Refuse graphs that this version of Dynamo gets wrong in silence.
 
-    Before torch 2.13, a ``torch.autograd.Function`` that is given one tensor as two arguments loses a gradient (PyTorch issue
-    183604; seen on 2.11.0, right on 2.13.0). The graph does not show which calls are concerned, so all of them are refused.
+    Before torch 2.13, a ``torch.autograd.Function`` that is given one tensor as two arguments loses a gradient (PyTorch
+    issue 183604; seen on 2.11.0, right on 2.13.0). The graph does not show which calls are concerned, so all of them
+    are refused.
 
     Raises:
         Miscompiled: if there is such a node.
     """
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+    if TorchVersion(torch.__version__) >= "2.13":
         return
     if graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
         raise Miscompiled(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_use_count = torch._C._storage_Use_Count
 
 
 class Held:
     """Watches the storages of some tensors: is anybody else holding one of them?
 
-    It keeps the storages alive, and takes as the baseline the count at the moment of its making, when only the slot holds
-    them. Views, detached tensors and autograd's saved variables all count.
+    It keeps the storages alive, and takes as the baseline the count at the moment of its making, when only the slot
+    holds them. Views, detached tensors and autograd's saved variables all count.
     """
 
     __slots__ = ("_baselines", "_storages")
@@ -22,10 +22,7 @@ class Held:
 
     def any(self) -> bool:
         """Whether somebody else holds at least one of the storages."""
-        for cdata, baseline in self._baselines:
-            if _use_count(cdata) != baseline:
-                return True
-        return False
+        return any(_use_count(cdata) != baseline for cdata, baseline in self._baselines)
 
     def which(self) -> list[int]:
         """Indices of the tensors whose storages somebody else holds."""

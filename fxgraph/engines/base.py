@@ -1,22 +1,24 @@
 """What an engine promises. One contract test-suite (``tests/test_engine_contract.py``) runs on every engine present.
 
-An engine turns a *region* (a function of tensors that runs aten ops and returns a flat tuple of tensors) into something that
-can be replayed without running the function again:
+An engine turns a *region* (a function of tensors that runs aten ops and returns a flat tuple of tensors) into something
+that can be replayed without running the function again:
 
-* **Fixed addresses.** A captured region reads its inputs and writes its outputs at the addresses they had at capture. Replay
-  takes no arguments: whoever replays has filled the inputs before.
-* **Overwriting.** Every replay overwrites the outputs of the one before. Keeping that from a user is the business of the
-  callers, not of the engine.
-* **Aliases stay.** An output that shares memory with an input or with another output at capture shares it at each replay.
+* **Fixed addresses.** A captured region reads its inputs and writes its outputs at the addresses they had at capture.
+  Replay takes no arguments: whoever replays has filled the inputs before.
+* **Overwriting.** Every replay overwrites the outputs of the one before. Keeping that from a user is the business of
+  the callers, not of the engine.
+* **Aliases stay.** An output that shares memory with an input or with another output at capture shares it at each
+  replay.
 * **No Python of the user's** runs in a replay, and no autograd.
-* **Randomness.** A replay draws from the default generator of its device, as many numbers as running the function would, and
-  leaves it where running the function would.
-* **Order.** A replay comes after everything the caller's current stream has been given, and before everything that it is given
-  later. Regions of one pool never overlap in time.
-* **Capture** may run the function; it runs it ``warmup`` times more before. Side effects of those runs on the inputs and on
-  random generators are the caller's to undo (:meth:`Engine.unchanged`). After a capture that raises, the engine is as before:
-  no stream captures, no memory is held, random ops work.
-* **One at a time.** Captures of all engines and threads exclude each other, and the garbage collector does not run inside.
+* **Randomness.** A replay draws from the default generator of its device, as many numbers as running the function
+  would, and leaves it where running the function would.
+* **Order.** A replay comes after everything the caller's current stream has been given, and before everything that it
+  is given later. Regions of one pool never overlap in time.
+* **Capture** may run the function; it runs it ``warmup`` times more before. Side effects of those runs on the inputs
+  and on random generators are the caller's to undo (:meth:`Engine.unchanged`). After a capture that raises, the engine
+  is as before: no stream captures, no memory is held, random ops work.
+* **One at a time.** Captures of all engines and threads exclude each other, and the garbage collector does not run
+  inside.
 * **Release** is final and idempotent; memory goes back when no tensor holds it any more.
 """
 
@@ -87,7 +89,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def poison(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill buffers with values that no computation gives, to make a read of a given-back buffer visible in tests."""
+        """Fill buffers with values that no computation gives, to make a read of a given-back buffer visible in
+        tests."""
 
     @contextlib.contextmanager
     def unchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """The CPU engine: CUDA graphs' semantics without a GPU, and the default where there is none.
 
-Capture runs the region once, op by op, and keeps every value at the address where it came to lie. A replay runs the recorded
-ops again, into the same memory: through the op's ``out=`` form where it has one, else by copying the result. Views are made
-once, at capture; they cost nothing in a replay.
+Capture runs the region once, op by op, and keeps every value at the address where it came to lie. A replay runs the
+recorded ops again, into the same memory: through the op's ``out=`` form where it has one, else by copying the result.
+Views are made once, at capture; they cost nothing in a replay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The CUDA engine. The only file that names CUDA graphs, streams, pools and generators.
 
-Read with ``torch/cuda/graphs.py``. What is different here: no device-wide synchronisation or cache flush per capture, the
-capture's stream and the caller's wait for each other, the device is that of the tensors, and a capture that CUDA invalidates
-does not leave torch's generators believing that they still capture (Note [Generators after a failed capture]).
+Read with ``torch/cuda/graphs.py``. What is different here: no device-wide synchronisation or cache flush per capture,
+the capture's stream and the caller's wait for each other, the device is that of the tensors, and a capture that CUDA
+invalidates does not leave torch's generators believing that they still capture (Note [Generators after a failed
+capture]).
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class CudaPool(Pool):
 
     Note [What may lie in the shared pool]
 
-    Memory that is free again at the end of a capture is given to the next capture into the same pool. That is right for scratch,
-    which nobody reads after its region has run. It is wrong for outputs: the gradients of a backward region could lie where
-    the forward region has its scratch, and a replay of the forward would overwrite a ``.grad`` that the user holds. So only
-    scratch lies in the shared pool; ops whose results leave the region allocate from a pool of the region's own.
+    Memory that is free again at the end of a capture is given to the next capture into the same pool. That is right for
+    scratch, which nobody reads after its region has run. It is wrong for outputs: the gradients of a backward region
+    could lie where the forward region has its scratch, and a replay of the forward would overwrite a ``.grad`` that the
+    user holds. So only scratch lies in the shared pool; ops whose results leave the region allocate from a pool of the
+    region's own.
     """
 
     def __init__(self, device: torch.device, handle: object = None) -> None:
@@ -45,7 +47,8 @@ class CudaPool(Pool):
     def renew(self, handle: object = None) -> None:
         """Go on with other memory."""
         self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
-        # The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of the pool lives.
+        # The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of the pool
+        # lives.
         self._keeper = _harmless_capture(self.device, self._handle)
 
     @property
@@ -124,20 +127,21 @@ def _record(pool: CudaPool, module: fx.GraphModule, inputs: Sequence[torch.Tenso
     except BaseException:
         own.leave()
         with contextlib.suppress(RuntimeError):
-            graph.capture_end()  # raises once more where the capture was invalidated; the first error is the one to tell
+            graph.capture_end()  # raises again where the capture was invalidated; the first error is the one to tell
         _after_failure(graph, pool)
         raise
     return CudaRegion(pool, graph, own, outputs)
 
 
 class _OwnMemory:
-    """A pool of a region's own; entered while ops run whose results leave the region. See Note [What may lie in the pool]."""
+    """A pool of a region's own; entered while ops run whose results leave the region. See Note [What may lie in the
+    pool]."""
 
     def __init__(self, shared: CudaPool) -> None:
         self.handle: Any = tuple(torch.cuda.graph_pool_handle())
         self._shared: Any = shared.handle
         self._device = shared.device.index
-        self._uses = {self.handle: 0, self._shared: 0}
+        self._uses: dict[Any, int] = {self.handle: 0, self._shared: 0}
         self.entered = False
 
     def enter(self) -> None:
@@ -194,13 +198,15 @@ def leaving(module: fx.GraphModule) -> set[fx.Node]:
 def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
     """Note [After a failed capture]
 
-    ``CUDAGraph::capture_end`` throws right after the driver has ended an invalidated capture, before it tells the allocators and
-    the registered generators that the capture is over (torch 2.11: ``aten/src/ATen/cuda/CUDAGraph.cpp``). What is then left:
+    ``CUDAGraph::capture_end`` throws right after the driver has ended an invalidated capture, before it tells the
+    allocators and the registered generators that the capture is over (torch 2.11:
+    ``aten/src/ATen/cuda/CUDAGraph.cpp``). What is then left:
 
     * every random op outside of a capture raises "Offset increment outside graph capture encountered unexpectedly": a
       harmless capture takes the generators through the whole course once more;
-    * the allocators refuse the next capture into the pool ("already recording to mempool_id"), and the one for pinned memory
-      cannot be told from Python: the pool goes on with another handle, which only means another place for scratch;
+    * the allocators refuse the next capture into the pool ("already recording to mempool_id"), and the one for pinned
+      memory cannot be told from Python: the pool goes on with another handle, which only means another place for
+      scratch;
     * the allocator for pinned memory keeps a callback into the graph object: the object is kept.
     """
     _FAILED.append(graph)
