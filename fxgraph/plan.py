@@ -180,6 +180,7 @@ def make(joint: JointGraph) -> Plan:
                 base = hand(num_updates + num_outputs + info.base_idx, True)
             returns.append(_view("view_of_node", base, value, info))
 
+    mutated = tuple(sorted({*metadata.mutated_graph_handled_indices, *_undeclared_writes(forward)}))
     plan = Plan(
         inputs=specs,
         joint=joint,
@@ -187,8 +188,8 @@ def make(joint: JointGraph) -> Plan:
         handed=(),
         returns=tuple(returns),
         updates=updates,
-        mutated=tuple(metadata.mutated_graph_handled_indices),
-        repeatable=not updates and not metadata.mutated_graph_handled_indices and not random_nodes(forward),
+        mutated=mutated,
+        repeatable=not updates and not mutated and not random_nodes(forward),
     )
     placeholders = forward.graph.find_nodes(op="placeholder")
     if backward is not None:
@@ -282,6 +283,24 @@ def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
 def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
     """The nodes that draw random numbers."""
     return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+
+
+def _undeclared_writes(forward: fx.GraphModule) -> set[int]:
+    """Inputs that ops write in place although their schema does not say so.
+
+    Raises:
+        CannotPlan: if what is written is not an input, or nobody uses the op's result (it would be removed as dead).
+    """
+    index_of = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    written: set[int] = set()
+    for node in forward.graph.nodes:
+        if node.target in aot.UNDECLARED_WRITES:
+            positions, switch = aot.UNDECLARED_WRITES[node.target]
+            targets = [node.args[k] for k in positions if node.args[switch] and node.args[k] is not None]
+            if targets and (not node.users or any(target not in index_of for target in targets)):
+                raise CannotPlan(f"{node.target} writes something that is not an input")
+            written.update(index_of[target] for target in targets)
+    return written
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch._dynamo
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import keep_graph, kernels_only
@@ -169,6 +170,7 @@ class _Node(torch.autograd.Function):
         return handed
 
     @staticmethod
+    @torch._dynamo.disable  # compiled autograd would read into the replay
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()

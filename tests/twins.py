@@ -37,6 +37,8 @@ def significant_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that say where an element lies: none of dimensions of size 1 or of tensors without elements."""
     if not tensor.numel():
         return ()
+    if 0 in tensor.stride():  # eager's gradients may be expanded, fxgraph's have memory of their own
+        tensor = tensor.contiguous()
     return tuple(stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
 
 

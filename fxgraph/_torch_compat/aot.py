@@ -21,10 +21,16 @@ from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, de
 OutputType = schemas.OutputType
 TangentAOTInput = descriptors.TangentAOTInput
 
-# torch decomposes these in Python while tracing (py_impl on the composite key), into ops that eager does not run: other
-# kernels, other rounding, other draws of the random generator. Without the Python entry the C++ composite runs, as in
-# eager.
-_DECOMPOSED = ("dropout", "lstm", "gru", "rnn_tanh", "rnn_relu")
+# torch decomposes these in Python while tracing (py_impl on a composite or autograd key) into ops that eager does not
+# run: other kernels, other rounding, other draws of the random generator. Without the Python entry the C++ kernel runs,
+# as in eager. native_batch_norm is not among them: its Python entry gives the same kernel a schema that says what it
+# writes, which functionalisation needs.
+_DECOMPOSED = (
+    "dropout lstm gru rnn_tanh rnn_relu matmul cudnn_batch_norm hardshrink softshrink multi_margin_loss "
+    "multilabel_margin_loss_forward upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
+).split()
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
@@ -32,7 +38,7 @@ _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAu
 def eager_kernels() -> Iterator[None]:
     """While tracing inside, composite ops decompose as eager's C++ does."""
     removed: list[tuple[Any, Any, Any]] = []
-    packets = [getattr(torch.ops.aten, name) for name in _DECOMPOSED]
+    packets = [getattr(torch.ops.aten, name) for name in _DECOMPOSED if hasattr(torch.ops.aten, name)]
     try:
         for op in [getattr(packet, name) for packet in packets for name in packet.overloads()]:
             for key in _KEYS:
@@ -44,6 +50,11 @@ def eager_kernels() -> Iterator[None]:
         for op, key, kernel in removed:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+# Ops that write an argument without saying so in their schema: op -> (the written arguments, the argument that says
+# whether it writes).
+UNDECLARED_WRITES = {torch.ops.aten.cudnn_batch_norm.default: ((3, 4), 5)}
 
 
 def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, Any]:
