@@ -13,6 +13,7 @@ from torch import fx
 
 from . import trace
 from ._torch_compat import dynamo
+from .errors import OptionError
 from .options import Options
 from .program import EagerFallbackWarning, Pools, Program
 
@@ -30,7 +31,18 @@ def graphed(
         OptionError: for an unknown option, listing the allowed ones.
     """
     del example_inputs
-    return compile_graph(graph, Options.of(options), Pools(), "a torch.compile graph")
+    chosen = Options.of(options)
+    if chosen.on_new_signature != "capture":
+        raise OptionError(
+            "bad-option",
+            "torch.compile itself decides what happens to a call with a new signature",
+            where="options={'on_new_signature': ...}",
+            observed=repr(chosen.on_new_signature),
+            expected="'capture', the default",
+            hint="use torch.compile(dynamic=..., fullgraph=...) and torch._dynamo.config.recompile_limit, or "
+            "fxgraph.make_graphed_callables",
+        )
+    return compile_graph(graph, chosen, Pools(), "a torch.compile graph")
 
 
 def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: str) -> Callable[..., tuple[Any, ...]]:

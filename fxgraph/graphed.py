@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
-from . import trace
+import passes
+
+from . import plan, trace
 from ._torch_compat import dynamo
-from .errors import InputError, SignatureError, TraceError, UncapturableError, add_note
+from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import EagerFallbackWarning, Pools, Program
 from .slots import compact
@@ -75,8 +78,14 @@ class GraphedCallable:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         names = self._locals(args, kwargs)
+        if _has_any_global_hook():
+            # Dynamo does not look at them, and a replay would skip them for every module inside.
+            self._count_eager("hooks for all modules are registered (torch.nn.modules.module.register_module_*_hook)")
+            return self.original(*args, **kwargs)
         for traced in self._traced:
             if traced.check(names):
+                if traced is not self._traced[0]:
+                    self._traced = [traced, *(other for other in self._traced if other is not traced)]
                 return traced.call(*self._bound_self, *args, **kwargs)
         if self._looks_to_capture:
             self._capture_looks()
@@ -109,17 +118,40 @@ class GraphedCallable:
                 return lambda: None
             slot = None
             if traced.program is not None:
-                slot = traced.program.prepare(traced.trace.flat_inputs(args, kwargs))
+                inputs = traced.trace.flat_inputs(args, kwargs)
+                slot = traced.program.prepare(inputs)
+                if slot is not None and not self.allow_unused:
+                    self._refuse_unused(slot.capture.plan, inputs, args, kwargs)
             self._add(traced)
             program = traced.program
         return (lambda: program.finish(slot)) if program is not None and slot is not None else (lambda: None)
+
+    def _refuse_unused(
+        self, planned: plan.Plan, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """The inputs and parameters of the sample that require grad must have a gradient.
+
+        Raises:
+            ContractError: ``unused-input``, naming all that have none.
+        """
+        if planned.backward is None:
+            return
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        used = {id(tensors[i]) for i in planned.gradient_of}
+        site = passes.CallSite(self.original, args, kwargs)
+        wanted = {path: tensor for path, tensor in site.tensors() if tensor.requires_grad}
+        unused = tuple(path for path, tensor in wanted.items() if id(tensor) not in used)
+        subject = passes.DifferentiableInputs(tuple(wanted), unused, site.where())
+        report = passes.judge(subject, passes.UNUSED_INPUT)
+        if not report.ok:
+            raise ContractError.from_report(report)
 
     def release(self) -> None:
         """Give up all traces and captures; the next call traces anew."""
         with self._lock:
             for program in self.programs():
                 program.release()
-            self._traced.clear()
+            self._traced = []
 
     def _locals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The callable's local names for a call, as the guards see them."""
@@ -196,13 +228,25 @@ class GraphedCallable:
         traced = trace.read(self.function, args, kwargs)
         if traced.graph is None:
             return _Traced(traced, None, self._plain)
-        program = Program(traced.graph, traced.specs, self.options, self.name, self.pools, self.allow_unused)
+        report = passes.check(traced.graph)
+        if not report.ok:
+            first = report.violations[0]
+            raise TraceError(
+                first.id,
+                first.title,
+                where=str(first.where),
+                observed=first.observed,
+                expected=first.expected,
+                hint=first.hint,
+                violations=tuple(report.violations),
+            )
+        program = Program(traced.graph, traced.specs, self.options, self.name, self.pools)
         return _Traced(traced, program, traced.bind(program))
 
     def _add(self, traced: _Traced) -> None:
-        self._traced.insert(0, traced)
-        while len(self._traced) > self.options.max_captures:
-            oldest = self._traced.pop()
+        kept = [traced, *self._traced]
+        self._traced = kept[: self.options.max_captures]
+        for oldest in kept[self.options.max_captures :]:
             if oldest.program is not None:
                 oldest.program.release()
 
@@ -210,7 +254,13 @@ class GraphedCallable:
         """Decide how to go on with a callable that does not fit into one graph."""
         if self.options.on_uncapturable == "error":
             raise UncapturableError(
-                error.id, error.title, where=error.where, observed=error.observed, hint=error.hint
+                error.id,
+                error.title,
+                where=error.where,
+                observed=error.observed,
+                expected=error.expected,
+                hint=error.hint,
+                violations=error.violations,
             ) from error
         reason = f"[{error.id}] {error.observed}" + (f" ({error.where})" if error.where else "")
         if self.options.on_uncapturable == "eager":

@@ -21,7 +21,7 @@ import passes
 
 from . import engines, plan, replay, trace
 from ._torch_compat.autocast import AutocastState
-from .errors import CaptureError, ContractError, FxgraphError, ReplayError, TraceError, UncapturableError
+from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
 from .signature import key_of, shares_memory
 from .slots import Capture, Slot, compact
@@ -65,7 +65,6 @@ class Program:
         options: how to capture.
         name: how messages call it.
         pools: memory shared with other programs.
-        allow_unused: whether an input that requires grad may have no gradient.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Program:
         options: Options,
         name: str,
         pools: Pools | None = None,
-        allow_unused: bool = True,
     ) -> None:
         self.graph, self._attributes = trace.lift_attributes(graph)
         self.specs = (
@@ -84,7 +82,6 @@ class Program:
         )
         self.options, self.name = options, name
         self.pools = pools if pools is not None else Pools()
-        self.allow_unused = allow_unused
         self.lock = threading.RLock()
         self.captures: collections.OrderedDict[Any, Capture] = collections.OrderedDict()
         self.eager_keys: dict[Any, str] = {}
@@ -121,7 +118,6 @@ class Program:
 
         Raises:
             UncapturableError: with ``on_uncapturable="error"``.
-            ContractError: an input without a gradient, unless ``allow_unused``.
             CaptureError: from the engine.
         """
         with self.lock:
@@ -189,6 +185,8 @@ class Program:
             return capture
         if key in self.eager_keys:
             raise RunEagerly(self.eager_keys[key])
+        if self.captures:
+            self._refuse_new_signature(inputs)
         try:
             capture = self._new_capture(inputs)
         except RunEagerly as error:
@@ -198,6 +196,23 @@ class Program:
         while len(self.captures) > self.options.max_captures:
             self.captures.popitem(last=False)[1].release()
         return capture
+
+    def _refuse_new_signature(self, inputs: Sequence[Any]) -> None:
+        """What ``on_new_signature`` says about a second capture of one trace (parameters moved, say)."""
+        if self.options.on_new_signature == "eager":
+            raise RunEagerly("a signature that no sample had")
+        if self.options.on_new_signature == "error":
+            known = key_of(self.specs, inputs)
+            nearest = max(self.captures, key=lambda key: sum(a == b for a, b in zip(key, known, strict=True)))
+            parts = ["grad mode", "inference mode", *map(str, self.specs)]
+            changed = [name for name, a, b in zip(parts, nearest, known, strict=True) if a != b]
+            raise SignatureError(
+                "new-signature",
+                f"{self.name} was called in a way for which nothing is captured",
+                observed="another address, size, stride, dtype or mode of " + ", ".join(changed),
+                expected="the memory and shapes of a sample",
+                hint="graph it again, or use on_new_signature='capture' or 'eager'",
+            )
 
     def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
         written = [*capture.plan.mutated, *[i for i, _ in capture.plan.updates]]
@@ -223,37 +238,28 @@ class Program:
             if torch._debug_has_internal_overlap(compact(value)) == 1:
                 raise RunEagerly(f"{spec} overlaps itself in memory")
         graph = trace.specialise(self.graph, inputs)
+        self._refuse_uncapturable(graph)  # first: what depends on data has no joint graph
         try:
             joint = trace.export(graph, specs, tensors)
-            self._refuse_uncapturable(joint)
+            self._refuse_uncapturable(joint.gm)
             planned = plan.make(joint)
         except TraceError as error:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
         except plan.CannotPlan as error:
             raise RunEagerly(str(error)) from error
-        self._refuse_unused(planned)
-        devices = sorted({value.device for value in tensors}, key=str)
-        engine = engines.get(engines.name_for(self.options.engine, devices))
-        pool = self.pools.get(engine, next((d for d in devices if d.type == engine.name), devices[0]))
+        device = tensors[0].device  # there is but one: the rules have been judged
+        engine = engines.get(engines.name_for(self.options.engine, [device]))
+        pool = self.pools.get(engine, device)
         return Capture(graph, planned, engine, pool, self.options.num_warmup_iters, self.options.max_in_flight)
 
-    def _refuse_uncapturable(self, joint: trace.JointGraph) -> None:
-        report = passes.check(joint.gm)
+    def _refuse_uncapturable(self, graph: fx.GraphModule) -> None:
+        report = passes.check(graph)
         if report.ok:
             return
         if self.options.on_uncapturable == "error":
             raise UncapturableError.from_report(report)
         first = report.violations[0]
         raise RunEagerly(f"[{first.id}] {first.title}: {first.observed} ({first.where})")
-
-    def _refuse_unused(self, planned: plan.Plan) -> None:
-        if self.allow_unused or planned.backward is None or not planned.unused:
-            return
-        infos = planned.joint.metadata.input_info
-        names = tuple(str(spec) for spec, info in zip(planned.inputs, infos, strict=True) if info.requires_grad)
-        unused = tuple(str(planned.inputs[i]) for i in planned.unused)
-        report = passes.judge(passes.DifferentiableInputs(names, unused), passes.UNUSED_INPUT)
-        raise ContractError.from_report(report)
 
     @contextlib.contextmanager
     def _stage(self, stage: str) -> Iterator[None]:

@@ -165,16 +165,16 @@ def read(
     """
     try:
         return PythonTrace(function, dynamo.read(function, args, kwargs, **config))
-    except dynamo.OpFailed as error:
-        raise TraceError(
-            "op-failed",
-            "an op of the callable fails on these inputs",
-            where=user_line(error),
-            observed=_cause(error),
-            expected="arguments on which the callable works in eager",
-            hint="run the callable eagerly with the same arguments: it fails there too",
-        ) from error
     except (*dynamo.ReadErrors, dynamo.Miscompiled) as error:
+        if dynamo.op_failed(error):
+            raise TraceError(
+                "op-failed",
+                "an op of the callable fails on these inputs",
+                where=user_line(error),
+                observed=_cause(error),
+                expected="arguments on which the callable works in eager",
+                hint="run the callable eagerly with the same arguments: it fails there too",
+            ) from error
         op = dynamo.op_without_fake(error)
         if op is not None:
             raise TraceError(

@@ -514,6 +514,8 @@ def test_a_copy_between_host_and_device_is_a_host_sync_and_nothing_else(
 
 
 def test_a_copy_between_two_devices_is_several_devices() -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("fake tensors of a second GPU need no GPU at all, or a second one")
     gm = by_hand(aten._to_copy.default, fake(2, device=CUDA0), result=fake(2, device=CUDA1))
     (violation,) = check(gm).violations
     assert violation.id == "several-devices"

@@ -495,7 +495,7 @@ def test_an_unknown_option_is_named_and_the_allowed_are_listed() -> None:
     assert "max_captures" in caught.value.expected
 
 
-@pytest.mark.parametrize("target", [3, None, "f", [top_level]], ids=repr)
+@pytest.mark.parametrize("target", [3, None, "f", [top_level]], ids=["int", "None", "str", "list"])
 def test_what_cannot_be_called(target: Any) -> None:
     with pytest.raises(ContractError) as caught:
         make_graphed_callables(target, (torch.zeros(2, 3),))

@@ -132,6 +132,11 @@ def reason(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__) + (f": {context}" if context else "")
 
 
+def op_failed(error: BaseException) -> bool:
+    """Whether an op failed on fake inputs, as it would on real ones."""
+    return isinstance(error, OpFailed) or str(getattr(error, "gb_type", "")).endswith("when making fake tensor call")
+
+
 def op_without_fake(error: BaseException) -> str | None:
     """The op without a fake implementation that stopped Dynamo, or None if something else did."""
     if getattr(error, "gb_type", None) != "Operator does not support running with fake tensors":

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..errors import OptionError
 from .base import CapturedRegion, Engine, Pool
 from .cpu import CpuEngine
 
@@ -22,10 +23,23 @@ def get(name: str) -> Engine:
 
 
 def name_for(option: str, devices: Iterable[torch.device]) -> str:
-    """The name of the engine for tensors on these devices, where ``option`` may be ``auto``."""
-    if option != "auto":
-        return option
-    return "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
+    """The name of the engine for tensors on these devices, where ``option`` may be ``auto``.
+
+    Raises:
+        OptionError: if an engine is named that does not serve them.
+    """
+    kinds = {device.type for device in devices}
+    fitting = "cuda" if "cuda" in kinds else "cpu"
+    if option not in ("auto", fitting):
+        raise OptionError(
+            "engine-device",
+            "the engine does not serve the device of the tensors",
+            where="options={'engine': ...}",
+            observed=f"engine {option!r} for tensors on {', '.join(sorted(kinds)) or 'no device'}",
+            expected=f"'auto' or {fitting!r}",
+            hint="leave the engine to 'auto', or move the module and its inputs",
+        )
+    return fitting
 
 
 def for_tensors(tensors: Iterable[torch.Tensor]) -> Engine:
