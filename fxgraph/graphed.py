@@ -69,6 +69,7 @@ class GraphedCallable:
         self._looks_to_capture: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._lock = threading.RLock()
         self.eager_reasons: collections.Counter[str] = collections.Counter()
+        self.past_replays = 0  # of programs that have been dropped
         functools.update_wrapper(self, self._plain, updated=())
         if self._bound_self:
             self.__signature__ = inspect.signature(self.function)
@@ -249,6 +250,8 @@ class GraphedCallable:
         for oldest in kept[self.options.max_captures :]:
             if oldest.program is not None:
                 oldest.program.release()
+                self.past_replays += oldest.program.replays
+                self.eager_reasons.update(oldest.program.eager_reasons)
 
     def _cannot_trace(self, error: TraceError) -> None:
         """Decide how to go on with a callable that does not fit into one graph."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import keep_graph, kernels_only
@@ -100,6 +99,7 @@ def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tenso
     if plan.backward is None:
         with torch.no_grad():
             handed = _forward(capture, slot, inputs)
+        handed = _share(handed, slot)
     else:
         call = Call(program, capture, slot, inputs)
         handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])  # type: ignore[no-untyped-call]
@@ -131,20 +131,35 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
         else:
             compact(inputs[index]).copy_(compact(static))
     inference = torch.is_inference_mode_enabled()
-    copied = capture.copied_outputs
+    copied = {slot.roots[k] for k in capture.copied_outputs}
+    handed: list[torch.Tensor] = []
+    for k, out in enumerate(plan.handed):
+        buffer, root = slot.outputs[out.position], slot.roots[k]
+        if root != k:  # made from its root by `_share`, where autograd may see it
+            handed.append(buffer)
+        elif k not in copied:
+            handed.append(_tensor_in(buffer.untyped_storage(), buffer) if inference else buffer.detach())
+        elif slot.roots.count(k) > 1:
+            handed.append(_tensor_in(buffer.untyped_storage().clone(), buffer))
+        else:
+            handed.append(buffer.clone())
+    return tuple(handed)
+
+
+def _share(handed: tuple[torch.Tensor, ...], slot: Slot) -> tuple[torch.Tensor, ...]:
+    """Outputs in one storage as views of the first of them, so that they share its memory and version counter."""
     return tuple(
         [
-            _alias(slot.outputs[out.position], inference) if k not in copied else slot.outputs[out.position].clone()
-            for k, out in enumerate(plan.handed)
+            out if root == k else handed[root].as_strided(out.size(), out.stride(), out.storage_offset())
+            for k, (out, root) in enumerate(zip(handed, slot.roots, strict=True))
         ]
     )
 
 
-def _alias(buffer: torch.Tensor, inference: bool) -> torch.Tensor:
-    if not inference:
-        return buffer.detach()
-    new = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # an inference tensor, as eager's would be
-    return new.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.size(), buffer.stride())
+def _tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A new tensor in a storage; under inference mode an inference tensor, as eager's would be."""
+    new = torch.empty(0, dtype=like.dtype, device=like.device)
+    return new.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 class _Node(torch.autograd.Function):
@@ -170,12 +185,11 @@ class _Node(torch.autograd.Function):
         return handed
 
     @staticmethod
-    @torch._dynamo.disable  # compiled autograd would read into the replay
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled autograd would read into the replay
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()
-        if keeps and not call.lease.held:
-            ctx.saved_tensors  # noqa: B018  raises autograd's error for a graph that has been freed
+        _unpack(ctx)
         with call.program.lock:
             try:
                 call.check_versions()
@@ -187,6 +201,18 @@ class _Node(torch.autograd.Function):
                 if keeps and not keep:
                     call.end()
         return (None, *result)
+
+
+def _unpack(ctx: Any) -> None:
+    """Touch the saved tensors: autograd says here that the graph has been freed, and checkpoint runs the forward again.
+
+    That one of them was changed in place is no matter to a replay, which has its own copy; what matters is watched.
+    """
+    try:
+        ctx.saved_tensors  # noqa: B018
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
 
 
 def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

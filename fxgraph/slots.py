@@ -81,6 +81,7 @@ class Slot:
             )
         self.outputs = self.forward.outputs
         self._watch_outputs()
+        self.roots = _roots([self.outputs[out.position] for out in plan.handed])
         self.backward: CapturedRegion | None = None
         self.gradients: tuple[torch.Tensor, ...] = ()
         self.tangents: list[torch.Tensor] = []
@@ -151,8 +152,9 @@ class Slot:
     def give_back(self) -> None:
         """The forward that was pending is not any more."""
         self.pending = False
-        handed = {self.outputs[out.position].untyped_storage().data_ptr() for out in self.capture.plan.handed}
-        own = [buffer for buffer in self.outputs if buffer.untyped_storage().data_ptr() not in handed]
+        others = [self.outputs[out.position] for out in self.capture.plan.handed] + self._arguments
+        kept = {tensor.untyped_storage().data_ptr() for tensor in others}
+        own = [buffer for buffer in self.outputs if buffer.untyped_storage().data_ptr() not in kept]
         self.capture.engine.poison(own)
 
     def release(self) -> None:
@@ -215,6 +217,12 @@ class Capture:
         ops = sum(node.op == "call_function" for node in self.plan.forward.graph.nodes)
         regions = "forward" if self.plan.backward is None else "forward and backward"
         return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays"
+
+
+def _roots(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each tensor the index of the first one that lies in the same storage."""
+    first: dict[int, int] = {}
+    return [first.setdefault(tensor.untyped_storage()._cdata, k) for k, tensor in enumerate(tensors)]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

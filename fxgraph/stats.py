@@ -51,7 +51,7 @@ def stats(graphed: Any = None) -> Stats:
         reasons.update(found)
     return Stats(
         captures=[f"{p.name}: {capture}" for p in programs for capture in p.captures.values()],
-        replays=sum(p.replays for p in programs),
+        replays=sum(p.replays for p in programs) + sum(c.past_replays for c in callables),
         eager_calls=sum(reasons.values()),
         eager_reasons=dict(reasons),
         pool_bytes=sum({id(p.pools): p.pools.bytes_held() for p in programs}.values()),

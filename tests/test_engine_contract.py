@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxgraph
 from fxgraph import engines
 from fxgraph.engines import CapturedRegion, Engine, Pool
 
@@ -715,7 +716,8 @@ def test_without_the_switch_nothing_is_poisoned(engine: Engine, device: str) -> 
 def test_the_tensors_choose_the_engine(device: str) -> None:
     assert engines.for_tensors([torch.ones(1, device=device)]).name == device
     assert engines.name_for("auto", [torch.device("cpu"), torch.device("cuda", 3)]) == "cuda"
-    assert engines.name_for("cpu", [torch.device("cuda", 0)]) == "cpu"
+    with pytest.raises(fxgraph.OptionError, match="engine-device"):
+        engines.name_for("cpu", [torch.device("cuda", 0)])
     assert engines.get(device) is engines.get(device)
 
 

@@ -18,6 +18,8 @@ from torch._functorch._aot_autograd.functional_utils import gen_alias_from_base
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, default_partition
 
+from .tracing import tracing
+
 OutputType = schemas.OutputType
 TangentAOTInput = descriptors.TangentAOTInput
 
@@ -64,6 +66,7 @@ def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[
     ``no_grad``, the graph has the forward alone. Mutations that autograd need not see are ``copy_`` nodes in the graph.
     """
     with (
+        tracing(),
         contextlib.ExitStack() as stack,
         eager_kernels(),
         functorch_config.patch(functionalize_rng_ops=False),

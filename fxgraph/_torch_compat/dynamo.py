@@ -19,6 +19,8 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.torch_version import TorchVersion
 
+from .tracing import tracing
+
 Unsupported = exc.Unsupported
 """Dynamo cannot read a piece of Python (a graph break)."""
 OpFailed = exc.TorchRuntimeError
@@ -56,8 +58,6 @@ class Reading:
     """
 
     def __init__(self, function: types.FunctionType, capture: Any) -> None:
-        self._function = function
-        self._capture = capture
         backend_input = capture.backend_input
         self.graph: torch.fx.GraphModule | None = None
         self.sources: list[str] = []
@@ -68,14 +68,23 @@ class Reading:
             manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
         self.check: Callable[[dict[str, Any]], bool] = manager.check
         self._manager = manager
+        # Of the capture only this is kept: the rest holds the tensors of the call that was read.
+        self._environment: Any = None
+        if backend_input is not None:
+            self._backend_id: str = backend_input.backend_id
+            self._environment = capture.graph_capture_output.get_runtime_env()
+            self._globals = {
+                name: function.__globals__[name]
+                for name in self._environment.external_refs
+                if name in function.__globals__
+            }
 
     def bind(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
         """A function with the original's arguments (``self`` first for methods) that calls ``run_graph`` for the
         graph."""
-        output: Any = self._capture.graph_capture_output
-        env = output.get_runtime_env()
-        missing = {n: self._function.__globals__[n] for n in env.external_refs if n in self._function.__globals__}
-        bound: Callable[..., Any] = self._capture.forward_callable(compiled_fn=run_graph, extra_globals=missing)
+        bound: Callable[..., Any] = self._environment.forward_callable(
+            self._backend_id, run_graph, extra_globals=self._globals
+        )
         return bound
 
     def why_not(self, local_names: dict[str, Any]) -> str:
@@ -103,6 +112,7 @@ def read(
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     assert isinstance(plain, types.FunctionType), f"read() got a {type(plain).__name__}"
     with (
+        tracing(),
         strict(**config),
         get_metrics_context(),
         dynamo_timed("fxgraph_read"),
@@ -110,9 +120,9 @@ def read(
         _quiet_backends(),
     ):
         capture = convert_frame.fullgraph_capture(function, args, kwargs)
-    if capture.backend_input is not None:
-        refuse_miscompiled(capture.backend_input.graph_module)
-    return Reading(plain, capture)
+        if capture.backend_input is not None:
+            refuse_miscompiled(capture.backend_input.graph_module)
+        return Reading(plain, capture)
 
 
 @contextlib.contextmanager

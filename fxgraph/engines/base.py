@@ -35,6 +35,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch_compat.autograd import preserve_versions
+from .._torch_compat.tracing import tracing
 
 Region = Callable[..., "tuple[torch.Tensor, ...]"]
 
@@ -135,7 +136,9 @@ def aten_graph(region: Region, inputs: Sequence[torch.Tensor]) -> fx.GraphModule
     """The region as a graph of aten ops; one that is no ``GraphModule`` yet is traced on these inputs."""
     if isinstance(region, fx.GraphModule):
         return region
-    return make_fx(region, tracing_mode="fake")(*inputs)
+    with tracing():
+        graph: fx.GraphModule = make_fx(region, tracing_mode="fake")(*inputs)
+        return graph
 
 
 def empty_like_layout(like: torch.Tensor, device: torch.device) -> torch.Tensor:

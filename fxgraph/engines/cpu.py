@@ -107,7 +107,13 @@ class _Recorder(fx.Interpreter):
         self.calls: list[Callable[[], Any]] = []
         self.buffers: list[torch.Tensor] = []
 
+    def run_node(self, n: fx.Node) -> Any:
+        self._needs_workspace = n.target is torch.ops.aten.mkldnn_rnn_layer.default and len(n.users) > _RNN_RESULTS
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._needs_workspace:
+            target = torch.enable_grad()(target)  # the kernel asks grad mode whether to keep one for its backward
         result = target(*args, **kwargs)
         if target is operator.getitem:
             return result
@@ -129,6 +135,8 @@ class _Recorder(fx.Interpreter):
 
     call_method = None  # type: ignore[assignment]  # aten graphs have none
 
+
+_RNN_RESULTS = 3  # of mkldnn_rnn_layer without the workspace: output, hidden state, cell state
 
 # Ops whose result has no defined value: memory is all they give, and the memory is kept.
 _NO_VALUES = {

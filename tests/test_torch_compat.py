@@ -1,0 +1,437 @@
+"""The private torch APIs that fxgraph rests on exist and behave as it relies on.
+
+A red test here says that a torch version has changed one of them, and which; nothing else need be looked at first.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxgraph import trace
+from fxgraph._torch_compat import aot, dynamo
+from fxgraph._torch_compat.autocast import AutocastState
+from fxgraph._torch_compat.autograd import keep_graph, kernels_only, preserve_versions
+from fxgraph._torch_compat.storage import Held
+
+VERSION = torch.__version__
+
+
+def changed(what: str) -> str:
+    return f"torch {VERSION} has changed: {what}"
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+NAMES: list[tuple[str, list[str]]] = [
+    ("torch._C._storage_Use_Count", []),
+    ("torch._C._autograd._get_current_graph_task_keep_graph", []),
+    ("torch._C._DisableAutocast", []),
+    ("torch._C._dynamo.eval_frame.set_eval_frame", []),
+    ("torch.autograd._unsafe_preserve_version_counter", ["tensors"]),
+    ("torch.autograd.graph.increment_version", ["tensor"]),
+    ("torch._debug_has_internal_overlap", []),
+    ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
+    ("torch._dynamo.exc.Unsupported", []),
+    ("torch._dynamo.exc.TorchRuntimeError", []),
+    ("torch._dynamo.exc.SkipFrame", []),
+    ("torch._dynamo.exc.TorchDynamoException", []),
+    ("torch._dynamo.backends.registry._COMPILER_FNS", []),
+    ("torch._dynamo.backends.registry.register_backend", ["compiler_fn", "name"]),
+    ("torch._dynamo.utils.get_metrics_context", []),
+    ("torch._dynamo.utils.dynamo_timed", []),
+    ("torch._dynamo.variables.torch_function.torch_function_mode_stack_state_mgr", []),
+    ("torch._guards.tracing", ["context"]),
+    ("torch._guards.TracingContext", ["fake_mode"]),
+    ("torch._functorch.aot_autograd.aot_export_joint_with_descriptors", ["keep_inference_input_mutations"]),
+    ("torch._functorch.partitioners.default_partition", ["num_fwd_outputs", "static_lifetime_input_indices"]),
+    ("torch._functorch.partitioners._extract_graph_with_inputs_outputs", ["joint_graph", "inputs", "outputs"]),
+    ("torch._functorch._aot_autograd.functional_utils.gen_alias_from_base", ["replay_views"]),
+    ("torch._functorch.config.patch", []),
+    ("torch._subclasses.fake_tensor.UnsupportedOperatorException", []),
+]
+
+
+@pytest.mark.parametrize(("path", "parameters"), NAMES, ids=[name for name, _ in NAMES])
+def test_the_name_is_there_and_takes_what_fxgraph_gives_it(path: str, parameters: list[str]) -> None:
+    target: Any = torch
+    for part in path.split(".")[1:]:
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            try:
+                target = importlib.import_module(f"{target.__name__}.{part}")
+            except (ImportError, AttributeError):
+                pytest.fail(changed(f"{path} is gone (no {part!r} in {target!r})"))
+    if parameters:
+        given = list(inspect.signature(target).parameters)
+        missing = [name for name in parameters if name not in given]
+        assert not missing, changed(f"{path} takes {given}, not {missing}")
+
+
+@pytest.mark.parametrize("name", sorted(dynamo._STRICT))
+def test_dynamos_options_are_there(name: str) -> None:
+    assert hasattr(torch._dynamo.config, name), changed(f"torch._dynamo.config has no {name}")
+
+
+def test_the_kinds_of_outputs_are_those_that_the_plan_knows() -> None:
+    known = {
+        "non_alias", "alias_of_input", "is_input", "alias_of_intermediate_save_as_output", "alias_of_intermediate",
+        "alias_of_intermediate_base_is_user_output", "unsafe_view_alias", "custom_function_view",
+    }  # fmt: skip
+    assert {kind.name for kind in aot.OutputType} == known, changed("the members of AOTAutograd's OutputType")
+
+
+def test_the_decomposed_ops_have_a_python_entry_that_is_taken_out_and_put_back() -> None:
+    def entries() -> dict[Any, list[Any]]:
+        packets = [getattr(torch.ops.aten, name) for name in aot._DECOMPOSED if hasattr(torch.ops.aten, name)]
+        ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+        return {op: sorted(map(str, op.py_kernels)) for op in ops}
+
+    before = entries()
+    keys = {str(key) for key in aot._KEYS}
+    assert any(keys & set(found) for found in before.values()), changed(
+        "no composite op is decomposed in Python any more"
+    )
+    with aot.eager_kernels():
+        assert not any(keys & set(found) for found in entries().values())
+    assert entries() == before
+
+
+def test_dropout_is_traced_to_the_op_that_eager_runs() -> None:
+    graph = fx.symbolic_trace(lambda x: (torch.dropout(x, 0.5, True),))
+    x = torch.ones(8)
+    with torch.no_grad():
+        traced, _ = aot.export_joint(graph, (x,))
+    torch.manual_seed(1)
+    expected = torch.dropout(x, 0.5, True)
+    torch.manual_seed(1)
+    (found,) = traced(x)
+    assert torch.equal(found, expected), changed("the ops that dropout is traced to on CPU")
+
+
+# -- who holds a storage ----------------------------------------------------------------------------------------------
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detach": lambda t: t.detach(),
+    "view": lambda t: t[1:],
+    "numpy": lambda t: t.detach().numpy(),
+    "saved by autograd": lambda t: torch.ones_like(t).requires_grad_() * t.detach(),
+    "in a list": lambda t: [t.detach()],
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_the_use_count_sees_every_holder_and_sees_it_go(kind: str) -> None:
+    buffer, other = torch.ones(4), torch.ones(4)
+    held = Held([buffer, other])
+    assert not held.any()
+    mine = HOLDERS[kind](buffer)
+    assert held.any(), changed(f"_storage_Use_Count does not count: {kind}")
+    assert held.which() == [0]
+    del mine
+    gc.collect()
+    assert not held.any(), changed(f"_storage_Use_Count still counts what is gone: {kind}")
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def test_keep_graph_says_what_backward_was_called_with() -> None:
+    seen = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(keep_graph())
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    y = Ask.apply(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    torch.autograd.grad(Ask.apply(x).sum(), x, create_graph=True)
+    assert seen == [True, False, True], changed("_get_current_graph_task_keep_graph")
+
+
+def test_accumulate_grad_takes_a_gradient_that_nobody_else_holds_without_a_copy() -> None:
+    buffer = torch.ones(3)
+
+    class Give(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return buffer.detach()
+
+    x = torch.ones(3, requires_grad=True)
+    Give.apply(x).sum().backward()
+    assert x.grad.data_ptr() == buffer.data_ptr(), changed("AccumulateGrad copies gradients that nobody else holds")
+
+
+def test_versions_are_preserved_inside_only() -> None:
+    x = torch.ones(3)
+    with preserve_versions([x]):
+        x.add_(1)
+    assert x._version == 0, changed("_unsafe_preserve_version_counter")
+    x.add_(1)
+    assert x._version == 1
+    torch.autograd.graph.increment_version(x)
+    assert x._version == 2
+
+
+def test_detach_shares_the_version_counter() -> None:
+    x = torch.ones(3)
+    alias = x.detach()
+    x.add_(1)
+    assert alias._version == 1, changed("detach() no longer shares the version counter")
+
+
+def test_kernels_only_has_no_autograd_no_inference_mode_and_no_autocast_inside() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with kernels_only():
+            y = x @ x
+            assert y.dtype == torch.float32, changed("_DisableAutocast")
+            assert not y.requires_grad, changed("inference_mode(False) and no_grad() together")
+        assert (x @ x).dtype == torch.bfloat16
+    with torch.inference_mode(), kernels_only():
+        assert not torch.ones(1).is_inference()
+        assert not torch.is_grad_enabled()
+
+
+def test_an_autocast_state_can_be_entered_again() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        state = AutocastState.now()
+    with state.again():
+        assert (x @ x).dtype == torch.float16
+        assert torch.is_autocast_cache_enabled() is False
+    off = AutocastState.now()
+    with torch.autocast("cpu", dtype=torch.bfloat16), off.again():
+        assert (x @ x).dtype == torch.float32
+    assert torch.is_autocast_cache_enabled() is True
+
+
+# -- AOTAutograd ------------------------------------------------------------------------------------------------------
+
+
+def export(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[fx.GraphModule, Any]:
+    return aot.export_joint(fx.symbolic_trace(function), inputs)
+
+
+def test_the_joint_graph_has_descriptors_on_its_inputs_and_outputs() -> None:
+    joint, metadata = export(lambda x, y: (x * y, x.exp()), torch.ones(2, requires_grad=True), torch.ones(2))
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if isinstance(node.meta["desc"], aot.TangentAOTInput)]
+    assert len(placeholders) - len(tangents) == 2 == len(metadata.input_info)
+    descriptors = list(joint.graph.output_node().meta["desc"])
+    for node in tangents:
+        assert node.meta["desc"].output in descriptors, changed("a tangent's descriptor does not name its output")
+    assert metadata.num_forward_returns == 2
+    assert [info.requires_grad for info in metadata.input_info] == [True, False]
+
+
+def test_mutations_that_autograd_need_not_see_are_copies_in_the_graph() -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        x.add_(1)
+        return (w * 2,)
+
+    joint, metadata = export(f, torch.ones(2), torch.ones(2, requires_grad=True))
+    assert list(metadata.mutated_graph_handled_indices) == [0]
+    assert list(metadata.mutated_inp_runtime_indices) == []
+    assert joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+
+
+def test_partition_gives_saved_values_then_tangents() -> None:
+    joint, metadata = export(
+        lambda x, y: (x.sin() * y,), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    )
+    forward, backward = aot.partition(joint, metadata.num_forward_returns)
+    x, y, tangent = torch.randn(2), torch.randn(2), torch.randn(2)
+    out, *saved = forward(x, y)
+    gradients = backward(*saved, tangent)
+    mine = [t.clone().requires_grad_() for t in (x, y)]
+    expected = torch.autograd.grad(mine[0].sin() * mine[1], mine, tangent)
+    torch.testing.assert_close(tuple(gradients), expected, rtol=0, atol=0)
+    torch.testing.assert_close(out, x.sin() * y, rtol=0, atol=0)
+
+
+def test_a_view_can_be_made_again_with_history() -> None:
+    base = torch.randn(2, 3, requires_grad=True) * 1.0
+    like = torch.empty(6, device="meta")[2:5]
+    view = aot.view_again(base, like, True, None)
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert view.storage_offset() == 2 and view.shape == (3,)
+    assert view._base is base or view._base is base._base
+
+
+# -- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.calls = nn.Linear(2, 2), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.lin(x)
+
+
+def test_a_reading_gives_graph_sources_guards_and_bytecode() -> None:
+    module, x = Counts(), torch.randn(3, 2)
+    reading = dynamo.read(module.forward, (x,), {})
+    assert reading.graph is not None
+    kinds = sorted(trace.spec_of(source).kind.value for source in reading.sources)
+    assert kinds == ["parameter", "parameter", "user input"], changed("how Dynamo names the sources of inputs")
+    assert module.calls == 0, changed("reading runs the user's side effects")
+    names = {"self": module, "x": x}
+    assert reading.check(names)
+    run = reading.bind(lambda *inputs: reading.graph(*inputs))
+    assert torch.equal(run(module, x), module.lin(x))
+    assert module.calls == 1, changed("the bytecode does not redo side effects")
+    assert not reading.check(names)
+    assert "calls" in reading.why_not(names)
+
+
+GUARDED: dict[str, Callable[[nn.Module], Any]] = {
+    "requires_grad": lambda m: m.lin.weight.requires_grad_(False),
+    "training": lambda m: m.drop.eval(),
+    "a hook": lambda m: m.lin.register_forward_hook(lambda *_: None),
+    "a parameter removed": lambda m: setattr(m.lin, "bias", None),
+    "dtype": lambda m: m.double(),
+    "an attribute": lambda m: setattr(m, "scale", 3.0),
+    "a forward of its own": lambda m: setattr(m.lin, "forward", torch.relu),
+    "tied parameters": lambda m: setattr(m.other, "weight", m.lin.weight),
+}
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.other, self.scale, self.drop = nn.Linear(2, 2), nn.Linear(2, 2), 1.0, nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.other(self.lin(x))) * self.scale
+
+
+@pytest.mark.parametrize("change", GUARDED)
+def test_the_guards_see(change: str) -> None:
+    module, x = Plain(), torch.randn(3, 2)
+    reading = dynamo.read(module.forward, (x,), {})
+    names = {"self": module, "x": x}
+    assert reading.check(names)
+    GUARDED[change](module)
+    assert not reading.check(names), changed(f"Dynamo's guards no longer see: {change}")
+
+
+CALLS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "shape": (lambda: torch.randn(4, 2), None),
+    "dtype": (lambda: torch.randn(3, 2).double(), None),
+    "stride": (lambda: torch.randn(2, 3).t(), None),
+    "requires_grad": (lambda: torch.randn(3, 2, requires_grad=True), None),
+    "no_grad": (lambda: torch.randn(3, 2), torch.no_grad),
+    "autocast": (lambda: torch.randn(3, 2), lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_the_guards_see_the_calls(kind: str) -> None:
+    module, x = Plain(), torch.randn(3, 2)
+    reading = dynamo.read(module.forward, (x,), {})
+    make, mode = CALLS[kind]
+    other = make()
+    if mode is None:
+        assert not reading.check({"self": module, "x": other}), changed(f"Dynamo's guards no longer see: {kind}")
+    else:
+        with mode():
+            assert not reading.check({"self": module, "x": other}), changed(f"Dynamo's guards no longer see: {kind}")
+
+
+def test_deterministic_algorithms_are_guarded() -> None:
+    module, x = Plain(), torch.randn(3, 2)
+    reading = dynamo.read(module.forward, (x,), {})
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not reading.check({"self": module, "x": x}), changed("Dynamo's guards on deterministic algorithms")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_one_tensor_as_two_arguments_is_guarded() -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    a, b = torch.ones(2), torch.ones(2)
+    apart, same = dynamo.read(f, (a, b), {}), dynamo.read(f, (a, a), {})
+    assert apart.check({"x": a, "y": b}) and not apart.check({"x": a, "y": a}), changed("Dynamo's aliasing guards")
+    assert same.check({"x": a, "y": a}) and not same.check({"x": a, "y": b}), changed("Dynamo's aliasing guards")
+    assert len(same.sources) == 1
+
+
+def test_numbers_are_constants_also_at_the_second_reading() -> None:
+    def f(x: torch.Tensor, n: int, s: float) -> torch.Tensor:
+        return x * n * s
+
+    x = torch.ones(2)
+    for n, s in ((2, 0.5), (3, 0.25), (4, 0.125)):
+        reading = dynamo.read(f, (x, n, s), {})
+        assert len(reading.sources) == 1, changed("Dynamo's automatic dynamic shapes cannot be turned off as before")
+
+
+def test_placeholders_of_a_backends_graph_name_their_sources() -> None:
+    found: list[Any] = []
+
+    def backend(graph: fx.GraphModule, example: list[Any]) -> Any:
+        found.extend(trace.spec_of(source).kind.value for source in dynamo.source_names(graph))
+        return graph
+
+    torch.compile(nn.BatchNorm1d(2).forward, backend=backend)(torch.randn(3, 2))
+    assert sorted(found) == ["buffer"] * 3 + ["parameter"] * 2 + ["user input"], changed(
+        "_dynamo_source on placeholders"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it while it traces
+def test_miscompiled_graphs_are_refused_where_torch_gets_them_wrong() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = ctx.saved_tensors
+            return grad * b, grad * a
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(x, x)
+
+    x = torch.full((2,), 3.0, requires_grad=True)
+    try:
+        reading = dynamo.read(f, (x,), {})
+    except dynamo.Unsupported:
+        return  # 2.13 refuses it itself
+    except dynamo.Miscompiled:
+        assert torch.torch_version.TorchVersion(VERSION) < (2, 13)
+        return
+    (gradient,) = torch.autograd.grad(reading.bind(lambda *i: reading.graph(*i))(x).sum(), x)
+    assert torch.equal(gradient, torch.full((2,), 6.0)), changed(
+        "Dynamo loses a gradient of an autograd.Function again"
+    )
