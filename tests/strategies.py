@@ -16,8 +16,8 @@ from torch.nn import functional as F
 WIDTH = 4
 
 BLOCKS = (
-    "linear", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale", "views", "add_",
-    "matmul", "noise", "count", "chunk", "where", "dead",
+    "linear", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale", "views",
+    "add_", "matmul", "noise", "count", "chunk", "where", "dead",
 )  # fmt: skip
 
 FORMS = ("one", "sum", "pair", "views", "whole numbers", "dict", "detached", "input", "nothing to learn")
@@ -61,7 +61,7 @@ class RandomModule(nn.Module):
         super().__init__()
         self.blueprint = blueprint
         if blueprint.image:
-            self.conv, self.bn = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)
+            self.conv, self.bn = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)
             self.head = nn.Linear(3 * 2 * 2, WIDTH)
         if blueprint.unused:
             self.unused = nn.Parameter(torch.ones(3))
@@ -95,7 +95,7 @@ class RandomModule(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         given = x
         if self.blueprint.image:
-            x = self.head(F.max_pool2d(self.bn(self.conv(x)).relu(), 2, 1, ceil_mode=True)[:, :, :2, :2].flatten(1))
+            x = self.head(F.max_pool2d(self.bn(self.conv(x)).relu(), 2).flatten(1))
         hidden = x
         for i, name in enumerate(self.blueprint.blocks):
             layer = self.layers[i]

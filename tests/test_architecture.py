@@ -16,8 +16,9 @@ SOURCES = sorted((ROOT / "fxgraph").rglob("*.py"))
 RULES = sorted((ROOT / "passes").rglob("*.py"))
 
 LEAVES = {"errors", "_version"}
-# Which modules of fxgraph each may import; `engines` and `_torch_compat` stand for their modules. The order of the page:
-# api, graphed, backend, program, replay, slots, engines, and program, replay, slots -> plan -> trace.
+# Which modules of fxgraph each may import; `engines` and `_torch_compat` stand for their modules. The order of the
+# page: api, graphed, backend, program, replay, slots, engines; and program, replay, slots may use plan, which may use
+#     trace.
 MAY: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),

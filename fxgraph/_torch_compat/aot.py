@@ -27,12 +27,32 @@ TangentAOTInput = descriptors.TangentAOTInput
 # run: other kernels, other rounding, other draws of the random generator. Without the Python entry the C++ kernel runs,
 # as in eager. native_batch_norm is not among them: its Python entry gives the same kernel a schema that says what it
 # writes, which functionalisation needs.
-_DECOMPOSED = (
-    "dropout lstm gru rnn_tanh rnn_relu matmul cudnn_batch_norm hardshrink softshrink multi_margin_loss "
-    "multilabel_margin_loss_forward upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
-    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
-    "upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
-).split()
+_DECOMPOSED = [
+    "dropout",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "matmul",
+    "cudnn_batch_norm",
+    "hardshrink",
+    "softshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_upsample_lanczos2d_aa",
+]
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 

@@ -14,9 +14,9 @@ _LOCK = threading.RLock()
 def tracing() -> Iterator[None]:
     """Enter around every use of Dynamo, AOTAutograd or make_fx.
 
-    torch.fx patches ``nn.Module`` and keeps process-wide state while it traces, and AOTAutograd switches anomaly mode, so
-    two traces at once disturb each other. Both look at ``.grad`` of every tensor that they meet, which warns for tensors
-    that are no leaves.
+    torch.fx patches ``nn.Module`` and keeps process-wide state while it traces, and AOTAutograd switches anomaly mode,
+    so two traces at once disturb each other. Both look at ``.grad`` of every tensor that they meet, which warns for
+    tensors that are no leaves.
     """
     with _LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
