@@ -117,13 +117,13 @@ class GraphedCallable:
                 self._raise_the_users_own(args, kwargs, error)
                 self._cannot_trace(error)
                 return lambda: None
+            self._add(traced)  # from here on `release` gives everything back
             slot = None
             if traced.program is not None:
                 inputs = traced.trace.flat_inputs(args, kwargs)
                 slot = traced.program.prepare(inputs)
                 if slot is not None and not self.allow_unused:
                     self._refuse_unused(slot.capture.plan, inputs, args, kwargs)
-            self._add(traced)
             program = traced.program
         return (lambda: program.finish(slot)) if program is not None and slot is not None else (lambda: None)
 
@@ -153,6 +153,7 @@ class GraphedCallable:
             for program in self.programs():
                 program.release()
             self._traced = []
+            self.pools.trim()
 
     def _locals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The callable's local names for a call, as the guards see them."""

@@ -212,7 +212,7 @@ def make(joint: JointGraph) -> Plan:
         raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
     forward.graph.output_node().args = (tuple(buffers),)
     forward.graph.eliminate_dead_code()
-    forward.recompile()
+    _views_that_may_copy(forward)
     return plan
 
 
@@ -247,7 +247,7 @@ def _plan_backward(
     backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
     backward = _own_memory(backward)
     _drop_forward_draws(backward, drawn)
-    backward.recompile()
+    _views_that_may_copy(backward)
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
 
 
@@ -264,6 +264,18 @@ def _drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
     again = [node.name for node in random_nodes(backward) if node.name in drawn]
     if again:
         raise CannotPlan(f"the backward would draw the forward's random numbers again: {', '.join(again)}")
+
+
+def _views_that_may_copy(region: fx.GraphModule) -> None:
+    """``reshape`` for ``view``: the trace took ``view`` because its strides allowed it.
+
+    Real strides can differ from traced ones (a kernel whose fake implementation says otherwise, a tangent that is
+    expanded), and eager's own ``reshape`` would copy then.
+    """
+    for target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        for node in region.graph.find_nodes(op="call_function", target=target):
+            node.target = torch.ops.aten.reshape.default
+    region.recompile()
 
 
 def _own_memory(backward: fx.GraphModule) -> fx.GraphModule:
@@ -369,6 +381,7 @@ def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
     graph = _own_memory(graph)
     drawn = {original[node.name] for node in random_nodes(plan.forward)}
     _drop_forward_draws(graph, {node.name for node in random_nodes(narrowed.gm) if numbered[node] in drawn})
+    _views_that_may_copy(graph)
     return PartialBackward(graph, tuple(first_of.values()), gradient_of)
 
 

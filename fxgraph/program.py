@@ -51,6 +51,11 @@ class Pools:
             self._pools[engine.name, device] = engine.new_pool(device, self._handle)
         return self._pools[engine.name, device]
 
+    def trim(self) -> None:
+        """Give back to the devices what nothing holds any more."""
+        for pool in self._pools.values():
+            pool.trim()
+
     def bytes_held(self) -> int:
         """Bytes that all pools hold."""
         return sum(pool.bytes_held() for pool in self._pools.values())
@@ -195,6 +200,7 @@ class Program:
         self.captures[key] = capture
         while len(self.captures) > self.options.max_captures:
             self.captures.popitem(last=False)[1].release()
+            self.pools.trim()
         return capture
 
     def _refuse_new_signature(self, inputs: Sequence[Any]) -> None:
@@ -218,12 +224,16 @@ class Program:
         written = [*capture.plan.mutated, *[i for i, _ in capture.plan.updates]]
         if shares_memory(tensors, written):
             raise RunEagerly("an input that is changed in place shares memory with another input")
+        if capture.failures > 1:
+            raise RunEagerly("captures of it fail")
         try:
             with self._stage("capturing"):
                 slot = capture.acquire(tensors)
         except CaptureError as error:
+            self.pools.trim()
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise RunEagerly("no memory for a capture") from error
+            capture.failures += 1
             raise RunEagerly(f"the capture failed: {error.observed}") from error
         if slot is None:
             raise RunEagerly(f"more than max_in_flight={capture.max_in_flight} forwards wait for their backward")

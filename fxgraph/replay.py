@@ -218,10 +218,14 @@ def _unpack(ctx: Any) -> None:
 def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     capture, slot = call.capture, call.slot
     plan = capture.plan
-    tangents = [grads[k] for k in plan.tangents]
-    if any(tangent is None for tangent in tangents):
-        return _partial_backward(call, tangents)
+    given = [grads[k] for k in plan.tangents]
+    tangents = [tangent for tangent in given if tangent is not None]
+    if len(tangents) < len(given):
+        return _partial_backward(call, given)
     with kernels_only():
+        if not slot.takes(tangents):
+            saved = slot.backward_inputs()[: -len(tangents)]
+            return tuple(plan.backward(*saved, *tangents))  # type: ignore[misc]
         copy_all(
             [compact(t) for t in slot.tangents],
             [compact_as(g, t) for g, t in zip(tangents, slot.tangents, strict=True)],
@@ -233,9 +237,8 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
         return tuple([g.clone() if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
 
 
-def compact_as(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def compact_as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The value, narrowed where ``like`` is expanded."""
-    assert value is not None
     for dim, (size, stride) in enumerate(zip(like.size(), like.stride(), strict=True)):
         if stride == 0 and size > 1:
             value = value.narrow(dim, 0, 1)

@@ -12,6 +12,13 @@ Gradients likewise. ``AccumulateGrad`` takes a gradient that nobody else referen
 is still there when the slot's backward comes round again (gradient accumulation, ``set_to_none=False``), this backward
 runs op by op into new memory, and the slot's backward region is captured anew with those gradients handed out as
 copies.
+
+Note [Tangents]
+
+The gradient of an output comes in the layout that autograd happens to give it: expanded from one element after
+``sum()``, transposed, contiguous. Kernels, and with them the rounding, depend on it. So a backward with another layout
+than captured runs op by op on the tangents as they are, and the backward region is captured anew for that layout. After
+MAX_LAYOUTS of them a slot copies into what it has: equal to eager up to rounding.
 """
 
 from __future__ import annotations
@@ -25,6 +32,9 @@ from ._torch_compat.autograd import kernels_only
 from ._torch_compat.storage import Held
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
+
+MAX_LAYOUTS = 4
+"""How often a slot captures its backward anew for tangents of another layout; see Note [Tangents]."""
 
 
 class Lease:
@@ -88,6 +98,8 @@ class Slot:
         self._held_gradients = Held([])
         self.copied_gradients: set[int] = set()
         self.stale_gradients: set[int] = set()
+        self._layouts_learned = 0
+        self._new_tangents: list[torch.Tensor] = []
 
     def capture_backward(self) -> None:
         """Capture the backward region. The forward has been captured; it runs once more to give the saved values a
@@ -144,10 +156,29 @@ class Slot:
         """Leave the gradient buffers that are held to their holders, and capture the backward into new ones."""
         self.copied_gradients |= self.stale_gradients
         self.stale_gradients = set()
+        if self._new_tangents:
+            self.tangents, self._new_tangents = self._new_tangents, []
         if self.backward is not None:
             self.backward.release()
             self.backward = None
         self.capture_backward()
+
+    def takes(self, tangents: Sequence[torch.Tensor]) -> bool:
+        """Whether the backward was captured for tangents of this layout; if not, it will be. See Note [Tangents]."""
+        if all(map(_same_layout, tangents, self.tangents)) or self._layouts_learned == MAX_LAYOUTS:
+            return True
+        if any(torch._debug_has_internal_overlap(compact(tangent)) == 1 for tangent in tangents):
+            return True
+        self._layouts_learned += 1
+        self._new_tangents = [self.capture.engine.empty(self.capture.pool, tangent) for tangent in tangents]
+        for tangent in self._new_tangents:
+            compact(tangent).fill_(1)
+        return False
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the backward has to be captured anew before the slot is used again."""
+        return bool(self.stale_gradients or self._new_tangents)
 
     def give_back(self) -> None:
         """The forward that was pending is not any more."""
@@ -177,6 +208,7 @@ class Capture:
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
         self.replays = 0
+        self.failures = 0  # captures of a slot that the engine could not make
 
     def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
         """Capture one more slot on these inputs."""
@@ -194,7 +226,7 @@ class Capture:
         """A slot that a forward may use now, captured if need be; None if ``max_in_flight`` forwards are pending."""
         for slot in self.slots:
             if slot.free():
-                if slot.stale_gradients:
+                if slot.outdated:
                     self.slots.remove(slot)  # until it is whole again
                     slot.renew_backward()
                     self.slots.append(slot)
@@ -203,6 +235,7 @@ class Capture:
             self.copied_outputs.update(slot.held())  # Note [Hand-out]
             self.slots.remove(slot)
             slot.release()
+            self.pool.trim()
         if len(self.slots) >= self.max_in_flight:
             return None
         return self.add_slot(inputs)
@@ -223,6 +256,13 @@ def _roots(tensors: Sequence[torch.Tensor]) -> list[int]:
     """For each tensor the index of the first one that lies in the same storage."""
     first: dict[int, int] = {}
     return [first.setdefault(tensor.untyped_storage()._cdata, k) for k, tensor in enumerate(tensors)]
+
+
+def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one size have their elements in the same places."""
+    if one.stride() == other.stride():
+        return True
+    return all(a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.size(), strict=True))
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -171,7 +171,7 @@ def read(
                 "op-failed",
                 "an op of the callable fails on these inputs",
                 where=user_line(error),
-                observed=_cause(error),
+                observed=dynamo.failure_of_op(error),
                 expected="arguments on which the callable works in eager",
                 hint="run the callable eagerly with the same arguments: it fails there too",
             ) from error
@@ -193,13 +193,6 @@ def read(
             expected="Python whose course depends on shapes and constants only",
             hint="move this piece out of the callable, or leave on_uncapturable='split' to capture around it",
         ) from error
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost cause, with its type."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -326,7 +326,11 @@ def test_i2_memory_shared_with_numpy(share: Callable[[torch.Tensor], Any]) -> No
 def test_i2_nothing_is_copied_when_nobody_holds_anything(device: str) -> None:
     twins = Twins(Mlp(), rows(device), device=device)
     module, addresses, gradients = twins.graphed.module, set(), set()
-    for _ in range(6):
+    # The gradient of a sum is expanded, which the capture did not know: this backward runs op by op, the next is
+    # captured.
+    module(rows(device)).sum().backward()
+    module.zero_grad()
+    for _ in range(5):
         x = rows(device, grad=True)
         y = module(x)
         addresses.add(y.data_ptr())
@@ -1482,7 +1486,12 @@ def test_i7_layers_that_drop_inside(name: str, device: str) -> None:
             out = self.layer(x, x, x) if name == "MultiheadAttention" else self.layer(x)
             return out[0] if isinstance(out, tuple) else out
 
-    twins = Twins(Layer(), torch.randn(3, 2, 4, device=device), device=device)
+    if device == "cuda" and name in ("LSTM", "GRU"):
+        # cuDNN's layers keep weights and dropout states in ways that cannot be traced; they run eagerly.
+        with pytest.warns(EagerFallbackWarning, match="runs eagerly"):
+            twins = Twins(Layer(), torch.randn(3, 2, 4, device=device), device=device)
+    else:
+        twins = Twins(Layer(), torch.randn(3, 2, 4, device=device), device=device)
 
     def step(side: Side) -> Any:
         x = torch.randn(3, 2, 4, device=device, requires_grad=True)

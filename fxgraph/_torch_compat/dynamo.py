@@ -8,6 +8,7 @@ bytecode that finds the inputs, calls the graph, redoes the Python side effects 
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,6 +146,17 @@ def reason(error: BaseException) -> str:
 def op_failed(error: BaseException) -> bool:
     """Whether an op failed on fake inputs, as it would on real ones."""
     return isinstance(error, OpFailed) or str(getattr(error, "gb_type", "")).endswith("when making fake tensor call")
+
+
+def failure_of_op(error: BaseException) -> str:
+    """The op's own words in an error for which :func:`op_failed` holds."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, ReadErrors):
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    text = " ".join(str(error).split())
+    found = re.search(r": got (\w+\(.*?\)) (?:Hint:|Developer debug context:|from user code:|$)", text)
+    return found.group(1) if found else reason(error)
 
 
 def op_without_fake(error: BaseException) -> str | None:

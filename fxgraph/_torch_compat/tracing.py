@@ -7,7 +7,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
+"""Held while torch traces or captures: fx's interpreter, which captures, writes process-wide state too."""
 
 
 @contextlib.contextmanager
@@ -18,6 +19,6 @@ def tracing() -> Iterator[None]:
     so two traces at once disturb each other. Both look at ``.grad`` of every tensor that they meet, which warns for
     tensors that are no leaves.
     """
-    with _LOCK, warnings.catch_warnings():
+    with LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield

@@ -27,7 +27,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -35,7 +34,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch_compat.autograd import preserve_versions
-from .._torch_compat.tracing import tracing
+from .._torch_compat.tracing import LOCK, tracing
 
 Region = Callable[..., "tuple[torch.Tensor, ...]"]
 
@@ -51,6 +50,10 @@ class Pool(abc.ABC):
     @abc.abstractmethod
     def bytes_held(self) -> int:
         """Bytes that the pool's regions hold now."""
+
+    @abc.abstractmethod
+    def trim(self) -> None:
+        """Give back to the device what no region and no tensor holds any more."""
 
 
 class CapturedRegion(abc.ABC):
@@ -116,13 +119,10 @@ class Engine(abc.ABC):
         del states
 
 
-_CAPTURE_LOCK = threading.RLock()
-
-
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
     """One capture at a time in this process, without garbage collection (a collected graph would end the capture)."""
-    with _CAPTURE_LOCK:
+    with LOCK:
         collecting = gc.isenabled()
         gc.disable()
         try:

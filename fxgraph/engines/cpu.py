@@ -38,6 +38,9 @@ class CpuPool(Pool):
         storages = {s.data_ptr(): s.nbytes() for region in self.regions for s in region.storages()}
         return sum(storages.values())
 
+    def trim(self) -> None:
+        """Host memory has gone back with the last tensor."""
+
 
 class CpuEngine(Engine):
     """See the module's text."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -42,23 +43,34 @@ class CudaPool(Pool):
         self.stream = torch.cuda.Stream(device)
         self.last: torch.cuda.Stream | None = None
         self.regions: weakref.WeakSet[CudaRegion] = weakref.WeakSet()
-        self.renew(handle)
-
-    def renew(self, handle: object = None) -> None:
-        """Go on with other memory."""
         self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
-        # The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of the pool
-        # lives.
-        self._keeper = _harmless_capture(self.device, self._handle)
+        self._keeper: torch.cuda.CUDAGraph | None = None
 
     @property
     def handle(self) -> object:
         return self._handle
 
+    def renew(self) -> None:
+        """Go on with other memory."""
+        self._handle, self._keeper = torch.cuda.graph_pool_handle(), None
+
+    def keep(self) -> None:
+        """Before a capture: one graph that stays.
+
+        The allocator forgets a pool when its last graph goes, and then refuses the handle while a tensor of it lives.
+        """
+        if self._keeper is None:
+            self._keeper = _harmless_capture(self.device, self._handle)
+
     def bytes_held(self) -> int:
         handles = {tuple(self._handle), *(region.own.handle for region in self.regions)}
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in handles)
+
+    def trim(self) -> None:
+        if all(region.released for region in self.regions):
+            self.renew()
+        torch.cuda.empty_cache()
 
     def order(self) -> None:
         """The current stream waits for the last one on which a region of this pool was replayed."""
@@ -83,6 +95,7 @@ class CudaEngine(Engine):
         assert isinstance(pool, CudaPool), "a pool of another engine"
         with exclusive(), torch.cuda.device(pool.device), kernels_only():
             caller, side = torch.cuda.current_stream(), pool.stream
+            pool.keep()
             pool.order()
             side.wait_stream(caller)
             module = aten_graph(region, inputs)
@@ -123,12 +136,15 @@ def _record(pool: CudaPool, module: fx.GraphModule, inputs: Sequence[torch.Tenso
     try:
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
         outputs = tuple(_Router(module, own).run(*inputs))
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a region of views alone has no kernel
+            graph.capture_end()
     except BaseException:
         own.leave()
         with contextlib.suppress(RuntimeError):
             graph.capture_end()  # raises again where the capture was invalidated; the first error is the one to tell
         _after_failure(graph, pool)
+        own.release()
         raise
     return CudaRegion(pool, graph, own, outputs)
 
@@ -213,6 +229,7 @@ def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
     with contextlib.suppress(RuntimeError):  # raises where capture_end did get that far
         torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)  # type: ignore[arg-type]
     torch.cuda.synchronize()
+    _harmless_capture(pool.device, None).reset()
     pool.renew()
 
 
@@ -239,16 +256,16 @@ class CudaRegion(CapturedRegion):
         self.outputs = outputs
         self.own = own
         self._pool, self._graph = pool, graph
-        self._released = False
+        self.released = False
 
     def replay(self) -> None:
-        assert not self._released, "replay of a released region"
+        assert not self.released, "replay of a released region"
         self._pool.order()
         self._graph.replay()
 
     def release(self) -> None:
-        if not self._released:
-            self._released = True
+        if not self.released:
+            self.released = True
             self.outputs = ()
             if self._pool.last is not None:
                 self._pool.last.synchronize()  # a replay may still be running
