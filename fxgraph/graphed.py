@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ import passes
 
 from . import plan, trace
 from ._torch_compat import dynamo
-from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
+from .errors import CaptureError, ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import EagerFallbackWarning, Pools, Program
 from .slots import compact
@@ -304,7 +305,8 @@ class GraphedCallable:
         looks, self._looks_to_capture = self._looks_to_capture, []
         for look in looks:
             args, kwargs = pytree.tree_map_only(TensorLook, TensorLook.make, look)
-            self.capture(args, kwargs)()
+            with contextlib.suppress(TraceError, CaptureError):  # the copied module may have changed since
+                self.capture(args, kwargs)()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
         return _rebuild(*copy.deepcopy(self._state(), memo))

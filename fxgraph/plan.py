@@ -6,6 +6,7 @@ Nothing here holds a real tensor or knows an engine.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class Plan:
         returns: the program's outputs.
         updates: (input, node output) pairs: inputs mutated under autograd's eyes, written after the call.
         mutated: inputs that the forward region itself writes.
+        uncounted: those of them that eager writes without counting a version (BatchNorm's statistics).
         backward: graph over ``backward_inputs``; None without gradients. Its outputs are the gradients that exist.
         gradient_of: for each output of ``backward``, the input whose gradient it is.
         tangents: for each tangent, the node output that it belongs to.
@@ -98,6 +100,7 @@ class Plan:
     returns: tuple[Return, ...]
     updates: tuple[tuple[int, int], ...]
     mutated: tuple[int, ...]
+    uncounted: frozenset[int]
     repeatable: bool
     backward: fx.GraphModule | None = None
     backward_inputs: tuple[Source, ...] = ()
@@ -180,7 +183,8 @@ def make(joint: JointGraph) -> Plan:
                 base = hand(num_updates + num_outputs + info.base_idx, True)
             returns.append(_view("view_of_node", base, value, info))
 
-    mutated = tuple(sorted({*metadata.mutated_graph_handled_indices, *_undeclared_writes(forward)}))
+    undeclared = _undeclared_writes(forward)
+    mutated = tuple(sorted({*metadata.mutated_graph_handled_indices, *undeclared}))
     plan = Plan(
         inputs=specs,
         joint=joint,
@@ -189,6 +193,7 @@ def make(joint: JointGraph) -> Plan:
         returns=tuple(returns),
         updates=updates,
         mutated=mutated,
+        uncounted=frozenset(undeclared | _statistics(forward)),
         repeatable=not updates and not mutated and not random_nodes(forward),
     )
     placeholders = forward.graph.find_nodes(op="placeholder")
@@ -295,6 +300,18 @@ def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
 def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
     """The nodes that draw random numbers."""
     return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+
+
+def _statistics(forward: fx.GraphModule) -> set[int]:
+    """Inputs that receive the running statistics of a batch norm."""
+    index_of = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    found = set()
+    for node in forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[:2]
+        source = value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
+        if getattr(source, "target", None) is torch.ops.aten._native_batch_norm_legit_functional.default:
+            found.add(index_of[target])
+    return found
 
 
 def _undeclared_writes(forward: fx.GraphModule) -> set[int]:

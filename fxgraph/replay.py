@@ -7,6 +7,7 @@ updates of inputs that autograd follows) is made after the node, by ops that aut
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from ._torch_compat import aot
-from ._torch_compat.autograd import keep_graph, kernels_only
-from .errors import DoubleBackwardError
+from ._torch_compat.autograd import keep_graph, kernels_only, preserve_versions
+from .errors import DoubleBackwardError, ReplayError
 from .plan import PartialBackward, Plan, random_nodes
 from .slots import Capture, Lease, Slot, compact, copy_all
 
@@ -31,12 +32,13 @@ class Call:
     edge, not the tensor's later life), leaves are kept as they are, and what does not require grad is kept detached.
     """
 
-    __slots__ = ("capture", "inputs", "lease", "program", "slot", "versions", "watched", "with_history")
+    __slots__ = ("addresses", "capture", "inputs", "lease", "program", "slot", "versions", "watched", "with_history")
 
     def __init__(self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> None:
         self.program, self.capture, self.slot, self.inputs = program, capture, slot, inputs
         self.lease = Lease(slot)
         self.watched: list[tuple[torch.Tensor, int, str]] = []
+        self.addresses: list[tuple[torch.Tensor, int, str]] = []
         self.versions: list[int] = []
         self.with_history: list[int] = []
 
@@ -60,7 +62,23 @@ class Call:
         self.watched.append((tensor.detach(), _version(tensor), what))
 
     def check_versions(self) -> None:
-        """Raise what autograd raises where a tensor that the backward needs was changed in place."""
+        """Raise what autograd raises where a tensor that the backward needs was changed in place.
+
+        Raises:
+            RuntimeError: in autograd's words.
+            ReplayError: where a parameter was given other memory (``p.data = ...``). What eager gives then depends on
+                whether the op has saved the parameter or a view of it.
+        """
+        for tensor, address, what in self.addresses:
+            if tensor.data_ptr() != address:
+                raise ReplayError(
+                    "parameter-replaced",
+                    "a parameter was given other memory between a forward and its backward",
+                    where=what,
+                    observed="another address than at the forward (p.data = ..., or the module was moved)",
+                    expected="the memory that the forward has read",
+                    hint="run the backward first, or change the values in place under torch.no_grad()",
+                )
         for tensor, version, what in self.watched:
             if tensor._version != version:
                 raise RuntimeError(
@@ -72,7 +90,7 @@ class Call:
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs, self.watched = (), []
+        self.inputs, self.watched, self.addresses = (), [], []
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -125,11 +143,12 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
     slot.fill(inputs)
     slot.forward.replay()
     for index in plan.mutated:
-        static = slot.statics[index]
-        if static is None:
+        static, counted = slot.statics[index], index not in plan.uncounted
+        if static is None and counted:
             torch.autograd.graph.increment_version(inputs[index])  # the region wrote it behind autograd's back
-        else:
-            compact(inputs[index]).copy_(compact(static))
+        elif static is not None:
+            with contextlib.nullcontext() if counted else preserve_versions([inputs[index]]):
+                compact(inputs[index]).copy_(compact(static))
     inference = torch.is_inference_mode_enabled()
     copied = {slot.roots[k] for k in capture.copied_outputs}
     handed: list[torch.Tensor] = []
@@ -175,6 +194,7 @@ class _Node(torch.autograd.Function):
         if plan.keeps:
             for i in plan.saved_live:
                 call.watch(call.inputs[i], f"the {plan.inputs[i]}")
+                call.addresses.append((call.inputs[i], call.inputs[i].data_ptr(), str(plan.inputs[i])))
             for k in plan.saved_handed:
                 if k not in call.capture.copied_outputs:
                     call.watch(handed[k], f"output {k}")

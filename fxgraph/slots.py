@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ._torch_compat.autograd import kernels_only
+from ._torch_compat.autograd import kernels_only, saved_tensors_hooked
 from ._torch_compat.storage import Held
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
@@ -223,7 +223,11 @@ class Capture:
         return slot
 
     def acquire(self, inputs: Sequence[torch.Tensor]) -> Slot | None:
-        """A slot that a forward may use now, captured if need be; None if ``max_in_flight`` forwards are pending."""
+        """A slot that a forward may use now, captured if need be; None if ``max_in_flight`` forwards are pending.
+
+        Checkpoint runs a forward again and compares what is saved each time. A replay saves other tensors than eager
+        does, so inside of a checkpoint there is always a slot.
+        """
         for slot in self.slots:
             if slot.free():
                 if slot.outdated:
@@ -236,7 +240,7 @@ class Capture:
             self.slots.remove(slot)
             slot.release()
             self.pool.trim()
-        if len(self.slots) >= self.max_in_flight:
+        if len(self.slots) >= self.max_in_flight and not saved_tensors_hooked():
             return None
         return self.add_slot(inputs)
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: random small modules, and random courses of calls on them.
+"""Hypothesis strategies: random small modules, random courses of calls on them, and single steps for a state machine.
 
 Everything that is drawn is data (frozen dataclasses and tuples), so that a failing example reads as the program it is.
 """
@@ -60,6 +60,8 @@ class RandomModule(nn.Module):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
         self.blueprint = blueprint
+        # Python state that the forward reads, for tests that change it.
+        self.factor, self.shifts, self.switches, self.bomb = 1.0, [0], {"tanh": False}, None
         if blueprint.image:
             self.conv, self.bn = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)
             self.head = nn.Linear(3 * 2 * 2, WIDTH)
@@ -131,6 +133,15 @@ class RandomModule(nn.Module):
                 x = torch.where(x > 0, x, x * 0.25)
             elif name == "dead":
                 (x * layer.weight).exp()  # nothing comes of it
+        if self.factor != 1.0:
+            x = x * self.factor
+        for shift in self.shifts:
+            if shift:
+                x = x + shift
+        if self.switches["tanh"]:
+            x = x.tanh()
+        if self.bomb is not None:
+            raise self.bomb
         return self._give(x, hidden, given)
 
     def _give(self, y: torch.Tensor, hidden: torch.Tensor, given: torch.Tensor) -> Any:
@@ -194,3 +205,99 @@ actions: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
 
 courses: st.SearchStrategy[list[tuple[Any, ...]]] = st.lists(actions, min_size=3, max_size=10)
 """What a user does, one after the other."""
+
+
+# -- steps of the state machine (machine.py carries them out) ---------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a module is graphed and trained.
+
+    Attributes:
+        optimizer: out of ``OPTIMIZERS``.
+        max_in_flight, max_captures: the options.
+        grad: whether the sample requires grad.
+        seed: of the default generators, before the module is made.
+    """
+
+    optimizer: str = "SGD"
+    max_in_flight: int = 2
+    max_captures: int = 8
+    grad: bool = False
+    seed: int = 0
+
+
+OPTIMIZERS = ("SGD", "SGD foreach", "Adam", "AdamW foreach")
+
+setups: st.SearchStrategy[Setup] = st.builds(
+    Setup,
+    optimizer=st.sampled_from(OPTIMIZERS),
+    max_in_flight=st.sampled_from([2, 1, 3]),
+    max_captures=st.sampled_from([8, 8, 2]),
+    grad=st.booleans(),
+    seed=st.integers(0, 3),
+)
+
+LAYOUTS = ("plain", "plain", "plain", "transposed", "sliced", "expanded", "the last one's")
+"""How an input lies in memory; the last of them is the input of the call before."""
+
+AUTOGRAD = ("none", "leaf", "leaf", "with history")
+"""What autograd knows of an input."""
+
+CONTEXTS = ("plain", "plain", "plain", "plain", "autocast", "checkpoint")
+"""Under what a module is called."""
+
+_calls = st.tuples(rows, st.sampled_from(LAYOUTS), st.sampled_from(AUTOGRAD), st.sampled_from(CONTEXTS))
+_which = st.integers(0, 3)  # which of several things, counted modulo their number
+_any = st.integers(-1, 7)  # which of the parameters or layers; -1: all of them
+
+STEPS: dict[str, tuple[int, st.SearchStrategy[tuple[Any, ...]]]] = {
+    "call": (4, _calls),
+    "train": (4, _calls),
+    "chain": (1, _calls),
+    "backward": (4, st.tuples(_which, st.sampled_from([0, 0, 0, 1, 2]), st.booleans())),
+    "backward_again": (1, st.tuples()),
+    "backward_of_two": (1, st.tuples(_which, _which)),
+    "gradients": (1, st.tuples(_which, _any, st.booleans())),
+    "second_order": (1, st.tuples(_which)),
+    "drop": (1, st.tuples(_which)),
+    "keep": (2, st.tuples(_which)),
+    "keep_gradients": (1, st.tuples()),
+    "forget": (1, st.tuples()),
+    "in_place": (1, st.tuples(_which, _which)),
+    "zero_grad": (2, st.tuples(st.booleans())),
+    "clip": (1, st.tuples()),
+    "optimize": (3, st.tuples()),
+    "without_grad": (1, st.tuples(rows, st.sampled_from(LAYOUTS), st.sampled_from(["no_grad", "inference", "keep"]))),
+    "mode": (1, st.tuples(_any, st.booleans())),
+    "load": (1, st.tuples(st.booleans())),
+    "swap_data": (1, st.tuples(_any)),
+    "swap_buffer": (1, st.tuples(_which)),
+    "replace": (1, st.tuples(_any)),
+    "tie": (1, st.tuples(_which, _which)),
+    "freeze": (1, st.tuples(_any, st.booleans())),
+    "convert": (1, st.tuples(st.booleans())),
+    "copy": (1, st.tuples()),
+    "hook_output": (1, st.tuples(_which, st.sampled_from(["log", "scale", "raise"]))),
+    "hook_parameter": (1, st.tuples(_any, st.sampled_from(["log", "scale", "after", "update"]))),
+    "hook_module": (1, st.tuples(st.sampled_from(["log", "scale", "before", "backward"]))),
+    "hook_inner": (1, st.tuples(_any, st.sampled_from(["double", "before"]))),
+    "unhook": (1, st.tuples()),
+    "attribute": (
+        1,
+        st.one_of(
+            st.tuples(st.just("factor"), st.sampled_from([1.0, 2.0, 0.5])),
+            st.tuples(st.just("shifts"), st.sampled_from([0, 1])),
+            st.tuples(st.just("tanh"), st.booleans()),
+        ),
+    ),
+    "raise_inside": (1, st.tuples(rows)),
+    "raise_outside": (1, st.tuples(rows)),
+    "bad_input": (1, st.tuples(rows)),
+    "seed": (1, st.tuples(_which)),
+    "draw": (1, st.tuples()),
+    "collect": (1, st.tuples()),
+}
+"""Names of steps, how often each is to be tried, and what its arguments are. All of them are data, and indices count
+modulo what there is: any part of a course of steps is a course of steps."""

@@ -328,7 +328,7 @@ def test_i2_nothing_is_copied_when_nobody_holds_anything(device: str) -> None:
     module, addresses, gradients = twins.graphed.module, set(), set()
     # The gradient of a sum is expanded, which the capture did not know: this backward runs op by op, the next is
     # captured.
-    module(rows(device)).sum().backward()
+    module(rows(device, grad=True)).sum().backward()
     module.zero_grad()
     for _ in range(5):
         x = rows(device, grad=True)

@@ -12,6 +12,11 @@ keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """``keep_graph() -> bool``, inside a backward: was it called with ``retain_graph=True``?"""
 
 
+def saved_tensors_hooked() -> bool:
+    """Whether saved-tensor hooks are on for everything, as inside of ``torch.utils.checkpoint``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """In-place writes inside leave the tensors' version counters as they were."""
