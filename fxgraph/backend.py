@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +20,11 @@ from .program import EagerFallbackWarning, Pools, Program
 
 
 def graphed(
-    graph: fx.GraphModule, example_inputs: list[Any], *, options: Options | Mapping[str, Any] | None = None
+    graph: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
     """Backend for ``torch.compile(model, backend="graphed", options={...})``.
 
@@ -27,10 +32,20 @@ def graphed(
         graph: the torch-level graph that Dynamo found.
         example_inputs: not used: regions are captured at the first call, on real inputs.
         options: see :class:`fxgraph.Options`.
+        mode: not supported; ``torch.compile`` passes it on.
     Raises:
         OptionError: for an unknown option, listing the allowed ones.
     """
     del example_inputs
+    if mode is not None:
+        raise OptionError(
+            "bad-option",
+            "the backend 'graphed' has no modes",
+            where="torch.compile(mode=...)",
+            observed=repr(mode),
+            expected="no mode",
+            hint="say what you want with options={...}: " + ", ".join(f.name for f in dataclasses.fields(Options)),
+        )
     chosen = Options.of(options)
     if chosen.on_new_signature != "capture":
         raise OptionError(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 import passes
 
 from . import trace
@@ -29,6 +31,7 @@ def check(
         ``hint``), and ``str(report)`` for a person.
     """
     kwargs = {} if kwargs is None else kwargs
+    args = (args,) if isinstance(args, torch.Tensor) else args  # as in make_graphed_callables
     report = passes.check_call(callable, args, kwargs)
     if not report.ok:
         return report
@@ -37,7 +40,7 @@ def check(
         traced = trace.read(function, args, kwargs, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
         if traced.graph is None:
             return report
-        report += passes.check(traced.graph)
+        report += passes.check(traced.graph, trace.TORCH_LEVEL)
         if not report.ok:  # what depends on data has no joint graph
             return report
         tensors = traced.flat_inputs(args, kwargs)

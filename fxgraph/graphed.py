@@ -178,8 +178,7 @@ class GraphedCallable:
     def _answer_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: dict[str, Any]) -> Any:
         """A call that no trace answers."""
         if self._split is not None:
-            with dynamo.strict():
-                return self._split(*args, **kwargs)
+            return self._call_parts(self._split, args, kwargs)
         mode = self.options.on_new_signature
         if mode == "error":
             raise SignatureError(
@@ -216,12 +215,37 @@ class GraphedCallable:
                     hint="the cause is attached",
                 ) from own
         if raises_itself(error):
+            try:
+                return self.original(*args, **kwargs)
+            except Exception as own:
+                add_note(own, f"fxgraph: raised by {self.name} itself, which ran eagerly for this call")
+                raise
+        report = passes.judge(passes.CallSite(self.original, args, kwargs), passes.CONTRACT)
+        if not report.ok:  # the arguments are to blame, so the callable stays as it is
+            first = report.violations[0]
+            self._count_eager(f"[{first.id}] {first.title}: {first.observed} ({first.where.path})")
             return self.original(*args, **kwargs)
         self._cannot_trace(error)
         if self._split is not None:
-            with dynamo.strict():
-                return self._split(*args, **kwargs)
+            return self._call_parts(self._split, args, kwargs)
         return self.original(*args, **kwargs)
+
+    def _call_parts(self, split: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with dynamo.strict():
+                return split(*args, **kwargs)
+        except dynamo.ReadErrors as error:
+            if not dynamo.op_failed(error):
+                raise
+            failure = TraceError(
+                "op-failed",
+                "an op of the callable fails on these inputs",
+                where=trace.user_line(error),
+                observed=dynamo.failure_of_op(error),
+                expected="arguments on which the callable works in eager",
+                hint="run the callable eagerly with the same arguments: it fails there too",
+            )
+            raise failure from error
 
     def _where(self) -> str:
         code = self._plain.__code__
@@ -231,7 +255,7 @@ class GraphedCallable:
         traced = trace.read(self.function, args, kwargs)
         if traced.graph is None:
             return _Traced(traced, None, self._plain)
-        report = passes.check(traced.graph)
+        report = passes.check(traced.graph, trace.TORCH_LEVEL)
         if not report.ok:
             first = report.violations[0]
             raise TraceError(

@@ -137,6 +137,7 @@ def make(joint: JointGraph) -> Plan:
         if info.mutates_metadata or info.mutates_storage_metadata:
             raise CannotPlan(f"{spec} has its shape, strides or storage changed in place")
     if num_tangents:
+        _forget_checkpoints(joint.gm)
         forward, backward = aot.partition(joint.gm, joint.num_forward)
     else:
         forward, backward = joint.gm, None
@@ -219,6 +220,18 @@ def make(joint: JointGraph) -> Plan:
     forward.graph.eliminate_dead_code()
     _views_that_may_copy(forward)
     return plan
+
+
+def _forget_checkpoints(joint: fx.GraphModule) -> None:
+    """Save what a checkpoint would compute again, where computing it again is not the same or not possible.
+
+    Random ops would draw again, and torch's partitioner recomputes in graphs without in-place writes only.
+    """
+    nodes = list(joint.graph.nodes)
+    tagged = [node for node in nodes if "recompute" in node.meta]
+    if tagged and (random_nodes(joint) or any(node.target is torch.ops.aten.copy_.default for node in nodes)):
+        for node in tagged:
+            del node.meta["recompute"]
 
 
 def _plan_backward(

@@ -38,6 +38,9 @@ class RunEagerly(Exception):
     """Why a call is not replayed but run eagerly."""
 
 
+_FAILED = "the capture failed: "
+
+
 class Pools:
     """One memory pool per device, shared by all captures of the callables that were graphed together."""
 
@@ -92,6 +95,7 @@ class Program:
         self.eager_keys: dict[Any, str] = {}
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.replays = 0
+        self._eager = trace.for_eager(self.graph).forward  # not __call__, which prints a traceback of the graph's own
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._autocast = AutocastState.now()
         self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], plan.PartialBackward]] = (
@@ -114,7 +118,12 @@ class Program:
         except RunEagerly as error:
             reason = str(error)
         self._count_eager(reason)
-        return tuple(self.graph(*inputs))
+        try:
+            return tuple(self._eager(*inputs))
+        except Exception as error:
+            if not reason.startswith(_FAILED):
+                raise
+            raise self._op_failed(error) from error
 
     def prepare(self, inputs: Sequence[Any]) -> Slot | None:
         """Trace, check and capture the forward for these inputs; None where this program runs eagerly.
@@ -132,8 +141,34 @@ class Program:
             except RunEagerly as error:
                 self._count_eager(str(error), calls=0)
                 return None
-            with self._stage("capturing the forward"):
-                return capture.add_slot([v for v in inputs if isinstance(v, torch.Tensor)], with_backward=False)
+            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+            try:
+                with self._stage("capturing the forward"):
+                    return capture.add_slot(tensors, with_backward=False)
+            except CaptureError as error:
+                own = self._own_failure(capture, tensors)
+                if own is None:
+                    raise
+                raise self._op_failed(own) from error
+
+    def _own_failure(self, capture: Capture, tensors: list[torch.Tensor]) -> Exception | None:
+        """What the graph raises when it runs eagerly on copies of these inputs, if it raises."""
+        with capture.engine.unchanged([]), torch.no_grad():
+            try:
+                capture.graph.forward(*[tensor.detach().clone() for tensor in tensors])
+            except Exception as error:
+                return error
+        return None
+
+    def _op_failed(self, error: Exception) -> TraceError:
+        return TraceError(
+            "op-failed",
+            "an op of the callable fails on these inputs",
+            where=self.name,
+            observed=f"{type(error).__name__}: {trace.first_line(error)}",
+            expected="arguments on which the callable works in eager",
+            hint="run the callable eagerly with the same arguments: it fails there too",
+        )
 
     def finish(self, slot: Slot) -> None:
         """Capture the backward of a slot that :meth:`prepare` gave."""
@@ -150,7 +185,7 @@ class Program:
     def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """See :class:`fxgraph.replay.Runner`."""
         with torch.enable_grad(), self._autocast.again():
-            return tuple(capture.graph(*inputs))
+            return tuple(capture.graph.forward(*inputs))
 
     def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> plan.PartialBackward:
         """See :class:`fxgraph.replay.Runner`."""
@@ -234,7 +269,7 @@ class Program:
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise RunEagerly("no memory for a capture") from error
             capture.failures += 1
-            raise RunEagerly(f"the capture failed: {error.observed}") from error
+            raise RunEagerly(_FAILED + error.observed) from error
         if slot is None:
             raise RunEagerly(f"more than max_in_flight={capture.max_in_flight} forwards wait for their backward")
         return slot
@@ -248,10 +283,10 @@ class Program:
             if torch._debug_has_internal_overlap(compact(value)) == 1:
                 raise RunEagerly(f"{spec} overlaps itself in memory")
         graph = trace.specialise(self.graph, inputs)
-        self._refuse_uncapturable(graph)  # first: what depends on data has no joint graph
+        self._refuse_uncapturable(graph, trace.TORCH_LEVEL)  # first: what depends on data has no joint graph
         try:
             joint = trace.export(graph, specs, tensors)
-            self._refuse_uncapturable(joint.gm)
+            self._refuse_uncapturable(joint.gm, passes.CAPTURABLE)
             planned = plan.make(joint)
         except TraceError as error:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
@@ -262,8 +297,8 @@ class Program:
         pool = self.pools.get(engine, device)
         return Capture(graph, planned, engine, pool, self.options.num_warmup_iters, self.options.max_in_flight)
 
-    def _refuse_uncapturable(self, graph: fx.GraphModule) -> None:
-        report = passes.check(graph)
+    def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
+        report = passes.check(graph, rules)
         if report.ok:
             return
         if self.options.on_uncapturable == "error":

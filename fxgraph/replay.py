@@ -122,7 +122,9 @@ def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tenso
         call = Call(program, capture, slot, inputs)
         handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])  # type: ignore[no-untyped-call]
     for index, position in plan.updates:
-        inputs[index].copy_(handed[position])
+        target = inputs[index]
+        # A leaf can only have been written behind autograd's back (`weight.detach().mul_(2)`).
+        (target.detach() if target.is_leaf else target).copy_(handed[position])
     return tuple([_make(ret, handed, inputs) for ret in plan.returns])
 
 

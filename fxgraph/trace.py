@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+import passes
 
 from ._torch_compat import aot, dynamo
 from .errors import FxgraphError, TraceError, add_note
@@ -166,7 +169,8 @@ def read(
     try:
         return PythonTrace(function, dynamo.read(function, args, kwargs, **config))
     except (*dynamo.ReadErrors, dynamo.Miscompiled) as error:
-        if dynamo.op_failed(error):
+        op = dynamo.op_without_fake(error)
+        if op is None and dynamo.op_failed(error):
             raise TraceError(
                 "op-failed",
                 "an op of the callable fails on these inputs",
@@ -175,7 +179,6 @@ def read(
                 expected="arguments on which the callable works in eager",
                 hint="run the callable eagerly with the same arguments: it fails there too",
             ) from error
-        op = dynamo.op_without_fake(error)
         if op is not None:
             raise TraceError(
                 "no-fake-impl",
@@ -352,6 +355,31 @@ def _output_specs(metadata: Any, num_forward: int, total: int) -> tuple[OutputSp
     specs += [OutputSpec(OutputKind.INTERMEDIATE_BASE, i) for i in range(num_forward - len(specs))]
     specs += [OutputSpec(OutputKind.GRADIENT, i) for i in range(total - num_forward)]
     return tuple(specs)
+
+
+TORCH_LEVEL = tuple(rule for rule in passes.CAPTURABLE if rule.id != "higher-order-op")
+"""The rules for a torch-level graph, in which AOTAutograd inlines some higher-order ops."""
+
+
+def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
+    """A torch-level graph that is right when it runs by itself.
+
+    Dynamo leaves keeping the random state of a checkpointed part to the compiler, so run as it is, the part would draw
+    other numbers when it is run again.
+    """
+    nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    if not nodes:
+        return graph
+    copied = fx.Graph()
+    renamed: dict[fx.Node, fx.Node] = {}
+    copied.output(copied.graph_copy(graph.graph, renamed))
+    for node in nodes:
+        renamed[node].target = _checkpoint
+    return fx.GraphModule(graph, copied)
+
+
+def _checkpoint(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(part.forward, *args, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
 
 
 def detach_outputs(graph: fx.GraphModule, indices: Sequence[int]) -> fx.GraphModule:

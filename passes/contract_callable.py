@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.modules import module as nn_module
 
-from .call_site import CallSite, definition
+from .call_site import CallSite, code_owner, definition
 from .constraint import Constraint, Violation
 from .facts import describe_tensor
 
@@ -24,9 +25,19 @@ class NotCallable(Constraint[CallSite]):
     hint: ClassVar[str] = "pass a function or a torch.nn.Module"
 
     def violations(self, subject: CallSite) -> Iterator[Violation]:
-        """Yield one violation if ``subject.callable`` is not callable."""
-        if not callable(subject.callable):
-            observed = f"an object of type {type(subject.callable).__name__}"
+        """Yield one violation if ``subject.callable`` is not callable, or a call of it does not run its body."""
+        target = subject.callable
+        body = code_owner(target) if callable(target) else None
+        observed = None
+        if not callable(target):
+            observed = f"an object of type {type(target).__name__}"
+        elif inspect.isclass(target):
+            observed = f"the class {target.__name__}"
+        elif inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+            observed = "a generator function"
+        elif inspect.iscoroutinefunction(body):
+            observed = "a coroutine function"
+        if observed is not None:
             yield self.violation(subject.where(), observed, "a function or a torch.nn.Module")
 
 

@@ -592,6 +592,8 @@ class Twins:
         with self._told(("finish",)):
             for side in (self.graphed, self.eager):
                 side.calls, side.spent, side.kept, side.involved = [], None, [], []
+            # After an exception autograd keeps the rest of its queue, and the nodes in it, until its next backward.
+            torch.ones(1, device=self.device, requires_grad=True).sum().backward()
             gc.collect()
             for module in (self.graphed.module, *self.graphed.retired):
                 for program in module.forward.programs():

@@ -161,9 +161,10 @@ def failure_of_op(error: BaseException) -> str:
 
 def op_without_fake(error: BaseException) -> str | None:
     """The op without a fake implementation that stopped Dynamo, or None if something else did."""
-    if getattr(error, "gb_type", None) != "Operator does not support running with fake tensors":
-        return None
-    return reason(error).rpartition("unsupported operator: ")[2]
+    if getattr(error, "gb_type", None) == "Operator does not support running with fake tensors":
+        return reason(error).rpartition("unsupported operator: ")[2]
+    custom = re.search(r"no fake impl registered for <CustomOpDef\((.*?)\)>", str(error))
+    return custom.group(1) if custom else None
 
 
 _CONTEXT = "Developer debug context"

@@ -63,7 +63,7 @@ class CudaPool(Pool):
             self._keeper = _harmless_capture(self.device, self._handle)
 
     def bytes_held(self) -> int:
-        handles = {tuple(self._handle), *(region.own.handle for region in self.regions)}
+        handles = {tuple(self._handle), *(region.own.handle for region in self.regions if not region.released)}
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in handles)
 
