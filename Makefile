@@ -1,10 +1,11 @@
 # make demo    train a small net on real data three ways and compare them (examples/train_digits.py)
 # make test    run the tests
+# make soak    random courses of steps against eager: STEPS=20000 DEVICE=cpu SEED=0 MINUTES=
 #
-# Both make .venv and install into it what constraints.txt pins, once. To use an environment that you have, name its
+# All make .venv and install into it what constraints.txt pins, once. To use an environment that you have, name its
 # interpreter: `make test PYTHON=python`. Then nothing is created or installed, fxgraph itself need not be either.
 
-.PHONY: help demo test lint format typecheck env clean
+.PHONY: help demo test soak lint format typecheck env clean
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
@@ -13,6 +14,11 @@ BASE_PYTHON ?= python3
 DEMO_ARGS ?=
 # A file's tests stay together, in order, in one process: the same run every time.
 PYTEST_ARGS ?= -n 2 --dist loadfile
+STEPS ?= 20000
+DEVICE ?= cpu
+SEED ?= 0
+# Ends the soak after so many minutes, even if STEPS have not been taken.
+MINUTES ?=
 
 ifeq ($(strip $(PYTHON)),)
 RUN := $(VENV)/bin/python
@@ -31,6 +37,9 @@ demo: $(ENV)
 
 test: $(ENV)
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+soak: $(ENV)
+	$(RUN) tests/soak.py --steps $(STEPS) --device $(DEVICE) --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: $(ENV)
 	$(RUN) -m ruff check .

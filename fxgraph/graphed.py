@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 import passes
 
-from . import plan, trace
+from . import engines, plan, trace
 from ._torch_compat import dynamo
-from .errors import CaptureError, ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
+from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import EagerFallbackWarning, Pools, Program
 from .slots import compact
@@ -113,10 +113,15 @@ class GraphedCallable:
             try:
                 traced = self._trace(args, kwargs)
             except TraceError as error:
-                if error.id in ("op-failed", "no-fake-impl"):
+                if error.id == "no-fake-impl":
                     raise
-                self._raise_the_users_own(args, kwargs, error)
-                self._cannot_trace(error)
+                own = self._own_exception(args, kwargs)
+                if own is not None and error.id == "op-failed":
+                    raise error from own
+                if own is not None and raises_itself(error):
+                    add_note(own, f"fxgraph: raised by {self.name} itself while it was traced; nothing was captured")
+                    raise own from None
+                self._cannot_trace(error, calls=0)
                 return lambda: None
             self._add(traced)  # from here on `release` gives everything back
             slot = None
@@ -279,7 +284,7 @@ class GraphedCallable:
                 self.past_replays += oldest.program.replays
                 self.eager_reasons.update(oldest.program.eager_reasons)
 
-    def _cannot_trace(self, error: TraceError) -> None:
+    def _cannot_trace(self, error: TraceError, calls: int = 1) -> None:
         """Decide how to go on with a callable that does not fit into one graph."""
         if self.options.on_uncapturable == "error":
             raise UncapturableError(
@@ -293,22 +298,18 @@ class GraphedCallable:
             ) from error
         reason = f"[{error.id}] {error.observed}" + (f" ({error.where})" if error.where else "")
         if self.options.on_uncapturable == "eager":
-            self._count_eager(reason)
+            self._count_eager(reason, calls)
         elif self._split is None:
             from .backend import split_callable
 
             self._split = split_callable(self.function, self.options, self.pools, self.name)
             warnings.warn(f"fxgraph: {self.name} is captured in parts: {reason}", EagerFallbackWarning, stacklevel=5)
 
-    def _raise_the_users_own(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError) -> None:
-        """If the callable itself raises on the sample, that exception is what the user wants to see.
+    def _own_exception(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+        """What the callable itself raises on a sample that could not be traced, if it does.
 
         Parameters, buffers, the sample tensors and random generators are put back afterwards.
         """
-        if not raises_itself(error):
-            return
-        from . import engines
-
         owners = [m for m in self._bound_self if isinstance(m, torch.nn.Module)]
         tensors = [t for m in owners for t in (*m.parameters(), *m.buffers())]
         tensors += [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -316,8 +317,8 @@ class GraphedCallable:
             try:
                 self.original(*args, **kwargs)
             except Exception as own:
-                add_note(own, f"fxgraph: raised by {self.name} itself while it was traced; nothing was captured")
-                raise
+                return own
+        return None
 
     def _count_eager(self, reason: str, calls: int = 1) -> None:
         if reason not in self.eager_reasons:
@@ -329,7 +330,7 @@ class GraphedCallable:
         looks, self._looks_to_capture = self._looks_to_capture, []
         for look in looks:
             args, kwargs = pytree.tree_map_only(TensorLook, TensorLook.make, look)
-            with contextlib.suppress(TraceError, CaptureError):  # the copied module may have changed since
+            with contextlib.suppress(Exception):  # the copied module may have changed since; the call itself will tell
                 self.capture(args, kwargs)()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:

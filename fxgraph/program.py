@@ -292,6 +292,8 @@ class Program:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
         except plan.CannotPlan as error:
             raise RunEagerly(str(error)) from error
+        if planned.mutated and trace.for_eager(graph) is not graph:
+            raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")
         device = tensors[0].device  # there is but one: the rules have been judged
         engine = engines.get(engines.name_for(self.options.engine, [device]))
         pool = self.pools.get(engine, device)

@@ -124,7 +124,7 @@ def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tenso
     for index, position in plan.updates:
         target = inputs[index]
         # A leaf can only have been written behind autograd's back (`weight.detach().mul_(2)`).
-        (target.detach() if target.is_leaf else target).copy_(handed[position])
+        (target.detach() if target.is_leaf and target.requires_grad else target).copy_(handed[position])
     return tuple([_make(ret, handed, inputs) for ret in plan.returns])
 
 
@@ -143,7 +143,12 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
     """Copy in, replay, write back, hand out. Runs without grad mode."""
     plan = capture.plan
     slot.fill(inputs)
-    slot.forward.replay()
+    if plan.mutated:
+        # An engine may or may not count versions of what a region writes; here it is counted as in eager.
+        with preserve_versions([inputs[index] for index in plan.mutated if slot.statics[index] is None]):
+            slot.forward.replay()
+    else:
+        slot.forward.replay()
     for index in plan.mutated:
         static, counted = slot.statics[index], index not in plan.uncounted
         if static is None and counted:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import operator
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +60,17 @@ class InputSpec:
         return self.kind in (InputKind.PARAMETER, InputKind.BUFFER)
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.name}"
+        return f"{self.kind.value} {readable(self.name)}"
+
+
+def readable(source: str) -> str:
+    """A Python expression of Dynamo's in the user's terms: ``'body.weight'`` of a module, or the name of an
+    argument."""
+    state = re.fullmatch(r"L\['self'\]((?:\._modules\['[^']+'\])*)\._(?:parameters|buffers)\['([^']+)'\]", source)
+    if state is not None:
+        return repr(".".join([*re.findall(r"\['([^']+)'\]", state.group(1)), state.group(2)]))
+    argument = re.fullmatch(r"L\['(\w+)'\](.*)", source)
+    return argument.group(1) + argument.group(2) if argument is not None else source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +391,9 @@ def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _checkpoint(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(part.forward, *args, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
+    # Not as arguments of checkpoint, which saves those: a buffer that is written later would count as changed in place.
+    run = functools.partial(part.forward, *args)
+    return checkpoint(run, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
 
 
 def detach_outputs(graph: fx.GraphModule, indices: Sequence[int]) -> fx.GraphModule:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 import time
 
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     """Soak; gives the exit status."""
     args = parse(argv)
     torch.set_num_threads(1)  # the tensors are small
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # inputs that do not fit are meant
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     bar = tqdm(total=args.steps, unit="step", disable=None)  # only on a terminal
 

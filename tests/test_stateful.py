@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import Phase, note, settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from machine import Difference, Twins, replay, strict_warnings
+from machine import Difference, Twins, strict_warnings
 from strategies import STEPS, Blueprint, Setup, blueprints, setups
 
 NEED_A_CALL = {
@@ -25,6 +27,7 @@ class Machine(RuleBasedStateMachine):
     steps: ClassVar[int] = 0
     sequences: ClassVar[int] = 0
     failed: ClassVar[Twins | None] = None
+    difference: ClassVar[Difference | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,27 +43,29 @@ class Machine(RuleBasedStateMachine):
     def take(self, *step: Any) -> None:
         assert self.twins is not None
         taken = self.twins.taken
-        try:
+        with self._noticed(self.twins):
             self.twins.take(*step)
-        except Difference:
-            self._fail()
-            raise
         type(self).steps += self.twins.taken - taken
 
     def teardown(self) -> None:
         twins, self.twins = self.twins, None
         try:
             if twins is not None and type(self).failed is not twins:
-                twins.finish()
-        except Difference:
-            type(self).failed = twins
-            raise
+                with self._noticed(twins):
+                    twins.finish()
         finally:
             self._warnings.__exit__(None, None, None)
 
-    def _fail(self) -> None:
-        type(self).failed = self.twins
-        note(self.twins.program)
+    @contextlib.contextmanager
+    def _noticed(self, twins: Twins) -> Iterator[None]:
+        """Remember the first difference: Hypothesis runs a failing example once more before it reports it."""
+        try:
+            yield
+        except Difference as difference:
+            if type(self).difference is None:
+                type(self).difference = difference
+            type(self).failed = twins
+            raise
 
 
 def _rule_for(name: str, arguments: Any, i: int) -> Any:

@@ -161,7 +161,7 @@ def test_describe_lists_every_input_and_output_for_people() -> None:
     assert text.count("\nout  ") == len(described.outputs)
     assert text.count("in   ") == len(described.inputs)
     for word in (
-        "parameter L['self']",
+        "parameter 'lin.weight'",
         "buffer L['self']",
         "user input L['x']",
         "tangent 0",
@@ -587,14 +587,15 @@ def test_wrapped_numbers_are_inputs_that_are_only_asked_for_their_number() -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "kind", "live"),
+    ("source", "kind", "live", "text"),
     [
-        ("L['self']._parameters['weight']", IN.PARAMETER, True),
-        ("L['self']._modules['bn']._buffers['running_mean']", IN.BUFFER, True),
-        ("L['x']", IN.USER_INPUT, False),
-        ("L['args'][0]['x']", IN.USER_INPUT, False),
+        ("L['self']._parameters['weight']", IN.PARAMETER, True, "parameter 'weight'"),
+        ("L['self']._modules['bn']._buffers['running_mean']", IN.BUFFER, True, "buffer 'bn.running_mean'"),
+        ("L['x']", IN.USER_INPUT, False, "user input x"),
+        ("L['args'][0]['x']", IN.USER_INPUT, False, "user input args[0]['x']"),
+        ("G['TABLE']", IN.USER_INPUT, False, "user input G['TABLE']"),
     ],
 )
-def test_the_expression_says_what_an_input_is(source: str, kind: InputKind, live: bool) -> None:
+def test_the_expression_says_what_an_input_is(source: str, kind: InputKind, live: bool, text: str) -> None:
     spec = trace.spec_of(source)
-    assert (spec.kind, spec.live, str(spec)) == (kind, live, f"{kind.value} {source}")
+    assert (spec.kind, spec.live, str(spec)) == (kind, live, text)
