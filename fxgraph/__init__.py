@@ -63,10 +63,15 @@ __all__ = [
 
 
 def _register() -> None:
-    """Make ``backend="graphed"`` known where the package is imported but not installed (no entry point)."""
-    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+    """Make ``backend="graphed"`` known where the package is imported but not installed.
 
-    if "graphed" not in _COMPILER_FNS:
+    Where it is installed, torch finds the entry point by itself, and refuses a name that is registered twice.
+    """
+    from importlib.metadata import entry_points
+
+    from torch._dynamo.backends.registry import register_backend
+
+    if "graphed" not in entry_points(group="torch_dynamo_backends").names:
         register_backend(compiler_fn=_backend, name="graphed")
 
 

@@ -1,9 +1,9 @@
 """A graphed module, its eager twin, and the steps that a user may take with both.
 
 A course is a blueprint, a setup and a list of steps, all of them data (``strategies.py``): it can be printed, run again
-with :func:`replay` and shortened with :func:`shorten`. After each step everything that can be seen of the two sides must
-be the same: what the step gives or raises, outputs and gradients that are kept, parameters, buffers, ``.grad`` and its
-absence, what hooks have seen, flags, and the state of the random generators.
+with :func:`replay` and shortened with :func:`shorten`. After each step everything that can be seen of the two sides
+must be the same: what the step gives or raises, outputs and gradients that are kept, parameters, buffers, ``.grad`` and
+its absence, what hooks have seen, flags, and the state of the random generators.
 """
 
 from __future__ import annotations

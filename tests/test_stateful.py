@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from machine import Difference, Twins, strict_warnings

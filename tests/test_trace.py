@@ -162,8 +162,8 @@ def test_describe_lists_every_input_and_output_for_people() -> None:
     assert text.count("in   ") == len(described.inputs)
     for word in (
         "parameter 'lin.weight'",
-        "buffer L['self']",
-        "user input L['x']",
+        "buffer 'bn.running_mean'",
+        "user input x",
         "tangent 0",
         "user output 0",
         "gradient 0",
