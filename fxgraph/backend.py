@@ -62,6 +62,7 @@ def graphed(
 
 def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: str) -> Callable[..., tuple[Any, ...]]:
     """A callable with the graph's flat inputs and outputs that captures and replays it."""
+    dynamo.demand_all_guards()
     try:
         dynamo.refuse_miscompiled(graph)
     except dynamo.Miscompiled as error:
@@ -69,8 +70,13 @@ def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: s
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
     program = Program(graph, specs, options, name, pools)
-    run: Callable[..., tuple[Any, ...]] = torch._dynamo.disable(program.__call__)
-    return run
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        dynamo.release_guards()
+        return program(*inputs)
+
+    disabled: Callable[..., tuple[Any, ...]] = torch._dynamo.disable(run)
+    return disabled
 
 
 def split_callable(function: Callable[..., Any], options: Options, pools: Pools, name: str) -> Callable[..., Any]:

@@ -115,7 +115,9 @@ class GraphedCallable:
             except TraceError as error:
                 if error.id == "no-fake-impl":
                     raise
-                own = self._own_exception(args, kwargs)
+                # Only where the callable will probably raise, for this runs the user's Python.
+                may_raise = error.id == "op-failed" or raises_itself(error)
+                own = self._own_exception(args, kwargs) if may_raise else None
                 if own is not None and error.id == "op-failed":
                     raise error from own
                 if own is not None and raises_itself(error):
@@ -208,17 +210,7 @@ class GraphedCallable:
 
     def _answer_untraceable(self, error: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if error.id == "op-failed":
-            try:
-                return self.original(*args, **kwargs)
-            except Exception as own:
-                raise TraceError(
-                    error.id,
-                    error.title,
-                    where=error.where,
-                    observed=f"{type(own).__name__}: {trace.first_line(own)}",
-                    expected="arguments on which the callable works in eager",
-                    hint="the cause is attached",
-                ) from own
+            return self._run_failing(error.observed, error.where, args, kwargs)
         if raises_itself(error):
             try:
                 return self.original(*args, **kwargs)
@@ -235,6 +227,20 @@ class GraphedCallable:
             return self._call_parts(self._split, args, kwargs)
         return self.original(*args, **kwargs)
 
+    def _run_failing(self, observed: str, where: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call on which an op fails: eager decides, for the callable may catch the error itself."""
+        try:
+            return self.original(*args, **kwargs)
+        except Exception as own:
+            raise TraceError(
+                "op-failed",
+                "an op of the callable fails on these inputs",
+                where=where,
+                observed=f"{type(own).__name__}: {trace.first_line(own)}" if str(own) else observed,
+                expected="arguments on which the callable works in eager",
+                hint="the cause is attached",
+            ) from own
+
     def _call_parts(self, split: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with dynamo.strict():
@@ -242,15 +248,7 @@ class GraphedCallable:
         except dynamo.ReadErrors as error:
             if not dynamo.op_failed(error):
                 raise
-            failure = TraceError(
-                "op-failed",
-                "an op of the callable fails on these inputs",
-                where=trace.user_line(error),
-                observed=dynamo.failure_of_op(error),
-                expected="arguments on which the callable works in eager",
-                hint="run the callable eagerly with the same arguments: it fails there too",
-            )
-            raise failure from error
+            return self._run_failing(dynamo.failure_of_op(error), trace.user_line(error), args, kwargs)
 
     def _where(self) -> str:
         code = self._plain.__code__

@@ -73,6 +73,7 @@ class Side:
         self.calls: list[Call] = []
         self.spent: Call | None = None
         self.kept: list[Any] = []
+        self.kept_gradients: list[Any] = []
         self.retired: list[nn.Module] = []
         self.log: dict[str, list[Any]] = {}
         self.handles: list[Any] = []
@@ -151,6 +152,7 @@ class Side:
         for call in self.involved:
             self._forget_call(call)
         self.spent = None
+        self.kept_gradients.clear()
         self.log.clear()
         self.module.zero_grad(set_to_none=True)
         for module in self.retired:
@@ -268,10 +270,11 @@ class Side:
         self.kept = [*self.kept[-5:], pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), call.out)]
 
     def keep_gradients(self) -> Any:
-        self.kept = [*self.kept[-5:], [p.grad for p in self.module.parameters()]]
+        self.kept_gradients = [*self.kept_gradients[-3:], [p.grad for p in self.module.parameters()]]
 
     def forget(self) -> Any:
         self.kept.clear()
+        self.kept_gradients.clear()
 
     def in_place(self, which: int, output: int) -> Any:
         call = self._call(which)
@@ -591,7 +594,8 @@ class Twins:
         """The end of a course: when nothing is held any more, no slot waits for a backward."""
         with self._told(("finish",)):
             for side in (self.graphed, self.eager):
-                side.calls, side.spent, side.kept, side.involved = [], None, [], []
+                side.calls, side.spent, side.involved = [], None, []
+                side.forget()
             # After an exception autograd keeps the rest of its queue, and the nodes in it, until its next backward.
             torch.ones(1, device=self.device, requires_grad=True).sum().backward()
             gc.collect()
@@ -638,6 +642,7 @@ class Twins:
         for one, other in zip(mine.retired, its.retired, strict=True):
             self._same(state_of(one), state_of(other), f"{what}: the module that was copied", exact)
         self._same(mine.kept, its.kept, f"{what}: kept tensors", exact)
+        self._same(mine.kept_gradients, its.kept_gradients, f"{what}: kept gradients", exact)
         self._same(mine.log, its.log, f"{what}: what hooks saw", exact)
         mine.log.clear()
         its.log.clear()

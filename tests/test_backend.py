@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import os
 import subprocess
 import sys
@@ -225,10 +224,25 @@ def test_a_bad_option_is_refused_by_name_and_the_allowed_are_listed(options: dic
         assert word in str(error)
 
 
-def test_the_backend_takes_options_alone() -> None:
-    parameters = inspect.signature(backend.graphed).parameters
-    assert list(parameters) == ["graph", "example_inputs", "options"]
-    assert parameters["options"].default is None
+def test_a_mode_is_refused() -> None:
+    call = torch.compile(lambda x: x * 2, backend="graphed", mode="reduce-overhead")
+    with pytest.raises(Exception) as caught:
+        call(torch.ones(2))
+    (error,) = [e for e in causes(caught.value) if isinstance(e, OptionError)][:1]
+    assert (error.id, error.observed) == ("bad-option", "'reduce-overhead'")
+    assert "max_captures" in error.hint
+
+
+@pytest.mark.parametrize("value", ["eager", "error"])
+def test_what_torch_compile_itself_decides_is_refused(value: str) -> None:
+    call = torch.compile(lambda x: x * 2, backend="graphed", options={"on_new_signature": value})
+    with pytest.raises(Exception) as caught:
+        call(torch.ones(2))
+    (error,) = [e for e in causes(caught.value) if isinstance(e, OptionError)][:1]
+    assert (error.id, error.observed) == ("bad-option", repr(value))
+    assert torch.compile(lambda x: x * 2, backend="graphed", options={"on_new_signature": "capture"})(
+        torch.ones(2)
+    ).tolist() == [2.0, 2.0]
 
 
 # -- registration -----------------------------------------------------------------------------------------------------
@@ -283,3 +297,31 @@ def test_dynamos_reset_lets_captures_go(device: str) -> None:
     del call
     gc.collect()
     assert not set(fxgraph.program.ALIVE) - programs
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 2
+
+
+def test_a_hook_registered_later_on_an_inner_module_runs(device: str) -> None:
+    """Dynamo by default does not look; the backend asks it to, and leaves its settings as they were."""
+    settings = torch._dynamo.config
+    before = {name: value for name, value in settings.get_config_copy().items() if "guards" in name}
+    model, seen = Hooked().to(device), []
+    compiled = torch.compile(model, backend="graphed")
+    x = torch.randn(2, 3, device=device)
+    compiled(x)
+    assert {name: value for name, value in settings.get_config_copy().items() if "guards" in name} == before
+    handle = model.inner.register_forward_hook(lambda module, args, out: seen.append(1))
+    compiled(x)
+    handle.remove()
+    compiled(x)
+    assert seen == [1]
+    model.inner.weight.requires_grad_(False)
+    compiled(x).sum().backward()
+    assert model.inner.weight.grad is None

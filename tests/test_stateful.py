@@ -36,7 +36,8 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(blueprint=blueprints, setup=setups)
     def graph(self, blueprint: Blueprint, setup: Setup) -> None:
-        self.twins = Twins(blueprint, setup, self.device)
+        with self._noticed(None):
+            self.twins = Twins(blueprint, setup, self.device)
         type(self).sequences += 1
 
     def take(self, *step: Any) -> None:
@@ -56,7 +57,7 @@ class Machine(RuleBasedStateMachine):
             self._warnings.__exit__(None, None, None)
 
     @contextlib.contextmanager
-    def _noticed(self, twins: Twins) -> Iterator[None]:
+    def _noticed(self, twins: Twins | None) -> Iterator[None]:
         """Remember the first difference: Hypothesis runs a failing example once more before it reports it."""
         try:
             yield

@@ -176,3 +176,36 @@ def test_a_mode_of_torch_compile_is_refused_by_name(device: str) -> None:
     with warnings.catch_warnings(), pytest.raises(Exception, match="has no modes"):
         warnings.simplefilter("ignore")
         compiled(torch.ones(2, device=device))
+
+
+@pytest.mark.filterwarnings("ignore::fxgraph.EagerFallbackWarning")
+def test_graphing_a_callable_that_cannot_be_traced_does_not_run_it(device: str) -> None:
+    """Tracing runs no Python of the user's, in parts neither."""
+    seen: list[int] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        if x.sum() > 1e9:
+            return x
+        return x * 2
+
+    graphed = make_graphed_callables(f, (torch.ones(2, device=device),))
+    assert seen == []
+    assert torch.equal(graphed(torch.ones(2, device=device)), torch.full((2,), 2.0, device=device))
+    assert seen == [1]
+
+
+@pytest.mark.filterwarnings("ignore::fxgraph.EagerFallbackWarning")
+def test_an_error_that_the_callable_catches_itself(device: str) -> None:
+    """Eager works, so graphing does too."""
+    layer = nn.Linear(4, 4).to(device)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return layer(x) @ torch.ones(3, 3, device=device)
+        except RuntimeError:
+            return layer(x) * 3
+
+    x = torch.randn(2, 4, device=device)
+    graphed = make_graphed_callables(f, (x,))
+    torch.testing.assert_close(graphed(x), f(x), rtol=0, atol=0)

@@ -31,10 +31,13 @@ ReadErrors = (exc.TorchDynamoException,)
 # Dynamo's defaults trade these checks for speed; a capture that outlives its assumptions would be silently wrong.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
+_SKIPPED_GUARDS = (
+    "skip_nnmodule_hook_guards",
+    "skip_no_tensor_aliasing_guards_on_parameters",
+    "skip_tensor_guards_with_matching_dict_tags",
+)
 _STRICT: dict[str, Any] = {
-    "skip_nnmodule_hook_guards": False,
-    "skip_no_tensor_aliasing_guards_on_parameters": False,
-    "skip_tensor_guards_with_matching_dict_tags": False,
+    **dict.fromkeys(_SKIPPED_GUARDS, False),
     "assume_static_by_default": True,
     "automatic_dynamic_shapes": False,
     "specialize_int": True,
@@ -204,3 +207,32 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
 
 SkipFrame = exc.SkipFrame
 """A backend raises it to have Dynamo run the frame eagerly."""
+
+
+_loosened: dict[str, bool] = {}
+
+
+def demand_all_guards() -> None:
+    """In a backend: have Dynamo trace the frame once more if it skips guards.
+
+    A backend is called when the frame has been traced, which is too late for the settings that decide what is guarded.
+    So they are changed, Dynamo starts the frame again, and :func:`release_guards` puts them back at the first call of
+    what was compiled, when the guards have been built.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: the restart that Dynamo lets a backend ask for.
+    """
+    skipped = [name for name in _SKIPPED_GUARDS if getattr(torch._dynamo.config, name)]
+    if not skipped or torch._guards.CompileContext.try_get() is None:
+        return
+    for name in skipped:
+        setattr(torch._dynamo.config, name, False)
+        _loosened[name] = True
+    raise exc.TensorifyScalarRestartAnalysis(restart_reason="fxgraph needs every guard")
+
+
+def release_guards() -> None:
+    """Put back what :func:`demand_all_guards` has changed."""
+    while _loosened:
+        name, value = _loosened.popitem()
+        setattr(torch._dynamo.config, name, value)
