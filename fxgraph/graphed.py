@@ -375,8 +375,8 @@ def _rebuild(target: Any, options: Options, name: str, allow_unused: bool, looks
 
 
 def raises_itself(error: TraceError) -> bool:
-    """Whether the callable could not be traced because it raises an exception of its own."""
-    return error.observed.startswith("Observed exception")
+    """Whether the callable could not be traced because it raises an exception of its own (or Dynamo has a fault)."""
+    return error.__cause__ is not None and dynamo.fails_itself(error.__cause__)
 
 
 def as_function(target: Callable[..., Any]) -> types.FunctionType | types.MethodType:

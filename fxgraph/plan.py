@@ -315,6 +315,12 @@ def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
     return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
 
 
+_BATCH_NORMS = (
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+    torch.ops.aten._batch_norm_with_update_functional.default,
+)
+
+
 def _statistics(forward: fx.GraphModule) -> set[int]:
     """Inputs that receive the running statistics of a batch norm."""
     index_of = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
@@ -322,7 +328,7 @@ def _statistics(forward: fx.GraphModule) -> set[int]:
     for node in forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         target, value = node.args[:2]
         source = value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
-        if getattr(source, "target", None) is torch.ops.aten._native_batch_norm_legit_functional.default:
+        if getattr(source, "target", None) in _BATCH_NORMS:
             found.add(index_of[target])
     return found
 

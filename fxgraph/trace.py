@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import operator
 import re
 import types
@@ -391,9 +390,11 @@ def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _checkpoint(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    # Not as arguments of checkpoint, which saves those: a buffer that is written later would count as changed in place.
-    run = functools.partial(part.forward, *args)
-    return checkpoint(run, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
+    # Checkpoint saves its arguments: a buffer among them that is written later would count as changed in place. So it
+    # gets only something from which it sees the devices whose random state it has to keep.
+    anchors = [arg.detach().new_empty(0) for arg in args if isinstance(arg, torch.Tensor)]
+    chosen = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
+    return checkpoint(lambda *_: part.forward(*args), *anchors, **chosen)
 
 
 def detach_outputs(graph: fx.GraphModule, indices: Sequence[int]) -> fx.GraphModule:

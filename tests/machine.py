@@ -51,14 +51,27 @@ class Call:
     def __init__(self, x: torch.Tensor, given: torch.Tensor, out: Any) -> None:
         self.x, self.given, self.out = x, given, out
         self.changed = False  # an output has been changed in place
+        self._only: torch.Tensor | None = None
 
     def loss(self, which: int = 0) -> torch.Tensor | None:
         """A number that depends on all outputs, or (from 1 on) on one of them; None if none requires grad."""
-        leaves = [t for t in pytree.tree_leaves(self.out) if isinstance(t, torch.Tensor) and t.requires_grad]
-        parts = [t.square().mean() * (i + 1) for i, t in enumerate(leaves)]
+        if self._only is not None:
+            return self._only
+        parts = [t.square().mean() * (i + 1) for i, t in enumerate(self._leaves())]
         if not parts:
             return None
         return sum(parts[1:], parts[0]) if which == 0 else parts[which % len(parts)]
+
+    def keep_only_a_loss(self) -> None:
+        """Let go of the outputs. The loss that remains does not need them for its backward."""
+        leaves = self._leaves()
+        parts = [(t * torch.arange(1.0, t.numel() + 1, device=t.device).view(t.shape)).sum() for t in leaves]
+        if parts:
+            self._only = sum(parts[1:], parts[0])
+        self.out = None
+
+    def _leaves(self) -> list[torch.Tensor]:
+        return [t for t in pytree.tree_leaves(self.out) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 NOTHING = object()
@@ -166,6 +179,11 @@ class Side:
         call = Call(x, given, self._run(given, "plain" if context == "checkpoint" else context))
         self.calls = [*self.calls[-3:], call]
         return look(call.out)
+
+    def call_for_a_loss(self, rows: int, layout: str, autograd: str, context: str) -> Any:
+        seen = self.call(rows, layout, autograd, context)
+        self.calls[-1].keep_only_a_loss()
+        return seen
 
     def train(self, rows: int, layout: str, autograd: str, context: str) -> Any:
         x, given = self._input(rows, layout, autograd)

@@ -253,10 +253,11 @@ _which = st.integers(0, 3)  # which of several things, counted modulo their numb
 _any = st.integers(-1, 7)  # which of the parameters or layers; -1: all of them
 
 STEPS: dict[str, tuple[int, st.SearchStrategy[tuple[Any, ...]]]] = {
-    "call": (4, _calls),
+    "call": (3, _calls),
+    "call_for_a_loss": (3, _calls),
     "train": (4, _calls),
     "chain": (1, _calls),
-    "backward": (4, st.tuples(_which, st.sampled_from([0, 0, 0, 1, 2]), st.booleans())),
+    "backward": (6, st.tuples(_which, st.sampled_from([0, 0, 0, 1, 2]), st.booleans())),
     "backward_again": (1, st.tuples()),
     "backward_of_two": (1, st.tuples(_which, _which)),
     "gradients": (1, st.tuples(_which, _any, st.booleans())),

@@ -123,7 +123,14 @@ def read(
         torch_function_mode_stack_state_mgr,
         _quiet_backends(),
     ):
-        capture = convert_frame.fullgraph_capture(function, args, kwargs)
+        try:
+            capture = convert_frame.fullgraph_capture(function, args, kwargs)
+        except ReadErrors:
+            raise
+        except Exception as error:
+            # A fault of Dynamo's own, of any type; its own entry (convert_frame.py) wraps all of them into this one
+            # too.
+            raise exc.InternalTorchDynamoError(f"{type(error).__name__}: {error}") from error
         if capture.backend_input is not None:
             refuse_miscompiled(capture.backend_input.graph_module)
         return Reading(plain, capture)
@@ -144,6 +151,11 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     context = next((line.partition(":")[2].strip() for line in lines if line.startswith(_CONTEXT)), "")
     return (lines[0] if lines else type(error).__name__) + (f": {context}" if context else "")
+
+
+def fails_itself(error: BaseException) -> bool:
+    """Whether the reason lies in this one call: the callable raises an exception of its own, or Dynamo has a fault."""
+    return isinstance(error, exc.InternalTorchDynamoError) or reason(error).startswith("Observed exception")
 
 
 def op_failed(error: BaseException) -> bool:
