@@ -51,6 +51,7 @@ class Call:
     def __init__(self, x: torch.Tensor, given: torch.Tensor, out: Any) -> None:
         self.x, self.given, self.out = x, given, out
         self.changed = False  # an output has been changed in place
+        self.rounded = False  # it ran in bfloat16
         self._only: torch.Tensor | None = None
 
     def loss(self, which: int = 0) -> torch.Tensor | None:
@@ -126,7 +127,8 @@ class Side:
         return x, x * 1.5 if autograd == "with history" else x
 
     def _run(self, given: torch.Tensor, context: str) -> Any:
-        if context == "autocast":
+        # In bfloat16 the order of a sum shows: only where there is no sum of several gradients.
+        if context == "autocast" and self.blueprint.form in EXACT_FORMS:
             with torch.autocast(self.device, torch.bfloat16):
                 return self.module(given)
         # A checkpoint's second forward ends as soon as it has what it wants: eager may leave out an update of a buffer.
@@ -177,6 +179,7 @@ class Side:
         x, given = self._input(rows, layout, autograd)
         # A checkpoint runs its forward again in the backward, on whatever the module has become by then: not here.
         call = Call(x, given, self._run(given, "plain" if context == "checkpoint" else context))
+        call.rounded = context == "autocast"
         self.calls = [*self.calls[-3:], call]
         return look(call.out)
 
@@ -195,6 +198,7 @@ class Side:
 
     def chain(self, rows: int, layout: str, autograd: str, context: str) -> Any:
         x, given = self._input(rows, layout, autograd)
+        context = "plain" if context == "autocast" else context
         first = self._run(given, context)
         again = next((t for t in pytree.tree_leaves(first) if isinstance(t, torch.Tensor) and t.shape == x.shape), None)
         if again is None or not again.is_floating_point():
@@ -225,7 +229,7 @@ class Side:
 
     def backward_of_two(self, first: int, second: int) -> Any:
         calls = [self._call(first), self._call(second)]
-        losses = [call.loss() for call in calls if call is not None]
+        losses = [call.loss() for call in calls if call is not None and not call.rounded]
         losses = [loss for loss in losses if loss is not None]
         if len(losses) < 2 or calls[0] is calls[1]:
             return NOTHING
@@ -253,7 +257,7 @@ class Side:
         wanted = [p for _, p in self._parameters(-1) if p.requires_grad]
         if call is not None and call.x.requires_grad:
             wanted.append(call.x)
-        if call is None or loss is None or not wanted:
+        if call is None or call.rounded or loss is None or not wanted:
             return NOTHING
         self._forget_call(call)
         first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
