@@ -240,7 +240,7 @@ class Side:
 
     def gradients(self, which: int, parameter: int, keep: bool) -> Any:
         call = self._call(which)
-        loss = call.loss() if call is not None else None
+        loss = call.loss(which) if call is not None else None
         wanted = [p for _, p in self._parameters(parameter) if p.requires_grad]
         if call is not None and call.x.requires_grad and which % 2:
             wanted.append(call.x)

@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     """Soak; gives the exit status."""
     args = parse(argv)
     torch.set_num_threads(1)  # the tensors are small
+    torch.backends.cudnn.deterministic = True  # a difference must be fxgraph's, not that of two runs in eager
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # inputs that do not fit are meant
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     bar = tqdm(total=args.steps, unit="step", disable=None)  # only on a terminal
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     except Difference as error:
         difference = error
     except Exception as error:  # Hypothesis wraps what does not come up again
-        difference = error
+        difference = Soaking.difference or error
     bar.close()
     if difference is not None:
         shorter = shorten(Soaking.failed, args.shorten) if Soaking.failed is not None else None

@@ -1478,11 +1478,11 @@ def test_i7_random_draws_in_between_and_forked_generators(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "TransformerEncoderLayer", "MultiheadAttention"])
-# cuDNN's layers keep weights in ways that cannot be traced, so they run eagerly; they warn in eager too, once their
-# module has been copied.
-@pytest.mark.filterwarnings("ignore:.*set the storage of a tensor on device.*meta:fxgraph.EagerFallbackWarning")
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk of memory:UserWarning")
-def test_i7_layers_that_drop_inside(name: str, device: str) -> None:
+def test_i7_layers_that_drop_inside(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # cuDNN's recurrent layers drop by a state of their own, drawn once per process and advanced by each call: in eager
+    # too, no seed brings the same numbers back.
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", name not in ("LSTM", "GRU"))
+
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
