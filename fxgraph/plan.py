@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +89,13 @@ class Plan:
         backward: graph over ``backward_inputs``; None without gradients. Its outputs are the gradients that exist.
         gradient_of: for each output of ``backward``, the input whose gradient it is.
         tangents: for each tangent, the node output that it belongs to.
-        saved_live: live inputs that the backward reads: autograd checks their versions.
-        saved_handed: node outputs whose memory the backward reads.
-        repeatable: whether running the forward again gives the same values and no side effect.
+        saved_live: live inputs whose memory the backward reads (autograd checks their versions) -> the positions of its
+            inputs that lie there.
+        saved_handed: node outputs whose memory the backward reads -> likewise.
+        overwritten: mutated inputs whose former values no output depends on (BatchNorm's statistics in training).
+        repeatable: whether running the forward again, on copies of ``overwritten`` and from the same state of the
+            random generator, gives the same values and no side effect.
+        draws: whether the forward draws random numbers.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -101,13 +106,15 @@ class Plan:
     updates: tuple[tuple[int, int], ...]
     mutated: tuple[int, ...]
     uncounted: frozenset[int]
+    overwritten: frozenset[int]
     repeatable: bool
+    draws: bool
     backward: fx.GraphModule | None = None
     backward_inputs: tuple[Source, ...] = ()
     gradient_of: tuple[int, ...] = ()
     tangents: tuple[int, ...] = ()
-    saved_live: tuple[int, ...] = ()
-    saved_handed: tuple[int, ...] = ()
+    saved_live: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    saved_handed: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] = ()
 
     @property
@@ -120,6 +127,20 @@ class Plan:
     def keeps(self) -> bool:
         """Whether the backward needs anything of the slot's forward."""
         return any(source.kind != "tangent" for source in self.backward_inputs)
+
+    def needed_for(self, gradients: Collection[int]) -> set[int]:
+        """The positions of the backward's inputs that these of its outputs depend on."""
+        assert self.backward is not None, "without a backward nothing has a gradient"
+        results = output_args(self.backward)
+        found: set[fx.Node] = set()
+        waiting = [results[k] for k in gradients]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += node.all_input_nodes
+        placeholders = self.backward.graph.find_nodes(op="placeholder")
+        return {position for position, node in enumerate(placeholders) if node in found}
 
 
 def make(joint: JointGraph) -> Plan:
@@ -186,6 +207,7 @@ def make(joint: JointGraph) -> Plan:
 
     undeclared = _undeclared_writes(forward)
     mutated = tuple(sorted({*metadata.mutated_graph_handled_indices, *undeclared}))
+    overwritten = frozenset(i for i in mutated if not _value_matters(forward, i, returned))
     plan = Plan(
         inputs=specs,
         joint=joint,
@@ -195,7 +217,9 @@ def make(joint: JointGraph) -> Plan:
         updates=updates,
         mutated=mutated,
         uncounted=frozenset(undeclared | _statistics(forward)),
-        repeatable=not updates and not mutated and not random_nodes(forward),
+        overwritten=overwritten,
+        repeatable=not updates and overwritten == set(mutated),
+        draws=bool(random_nodes(forward)),
     )
     placeholders = forward.graph.find_nodes(op="placeholder")
     if backward is not None:
@@ -207,13 +231,19 @@ def make(joint: JointGraph) -> Plan:
     plan.handed = tuple(handed)
     buffers = list(wanted)
     aliases = Aliases.of(forward)
-    saved_storages = {aliases.storage(node) for node in saved}
-    plan.saved_live = tuple(
-        i for i, node in enumerate(placeholders) if specs[i].live and aliases.storage(node) in saved_storages
-    )
-    plan.saved_handed = tuple(
-        k for k, out in enumerate(handed) if aliases.storage(buffers[out.position]) in saved_storages
-    )
+    saved_in: dict[Any, set[int]] = {}
+    for position, node in enumerate(saved):
+        saved_in.setdefault(aliases.storage(node), set()).add(position)
+    plan.saved_live = {
+        i: frozenset(saved_in[aliases.storage(node)])
+        for i, node in enumerate(placeholders)
+        if specs[i].live and aliases.storage(node) in saved_in
+    }
+    plan.saved_handed = {
+        k: frozenset(saved_in[aliases.storage(buffers[out.position])])
+        for k, out in enumerate(handed)
+        if aliases.storage(buffers[out.position]) in saved_in
+    }
     if any(aliases.storage(buffers[out.position]) in aliases.outside for out in handed):
         raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
     forward.graph.output_node().args = (tuple(buffers),)
@@ -333,6 +363,36 @@ def _statistics(forward: fx.GraphModule) -> set[int]:
     return found
 
 
+_STATISTICS_AND_SWITCH = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: ((3, 4), 5),
+    **aot.UNDECLARED_WRITES,
+}
+"""Batch norms -> their running statistics, and the argument that says whether they are only written (training)."""
+
+
+def _value_matters(forward: fx.GraphModule, index: int, results: Sequence[Any]) -> bool:
+    """Whether one of these values depends on what input ``index`` holds when the forward begins."""
+    dependent = {forward.graph.find_nodes(op="placeholder")[index]}
+    statistics: dict[
+        fx.Node, set[int]
+    ] = {}  # batch norms in training -> the statistics that depend on it, and only they
+    for node in forward.graph.nodes:
+        given = dependent.intersection(node.all_input_nodes)
+        if node.target is operator.getitem and node.args[0] in statistics:
+            if node.args[1] in statistics[node.args[0]]:  # the new statistics stand where the old ones are given
+                dependent.add(node)
+        elif given and node.target in _STATISTICS_AND_SWITCH:
+            positions, switch = _STATISTICS_AND_SWITCH[node.target]
+            others = [arg for k, arg in enumerate(node.args) if k not in positions]
+            if not node.args[switch] or given.intersection(others):
+                dependent.add(node)
+            else:
+                statistics[node] = {k for k in positions if node.args[k] in given}
+        elif given:
+            dependent.add(node)
+    return not dependent.isdisjoint([value for value in results if isinstance(value, fx.Node)])
+
+
 def _undeclared_writes(forward: fx.GraphModule) -> set[int]:
     """Inputs that ops write in place although their schema does not say so.
 
@@ -410,6 +470,9 @@ def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
     for k, name in enumerate(plan.saved_names):
         if original[name] in found:  # else it was for another output
             first_of.setdefault(found[original[name]], k)
+    for node, number in numbered.items():  # and what was saved stands for every node that computes it
+        if found[number] in first_of and node is not found[number]:
+            node.replace_all_uses_with(found[number])
     try:
         graph = aot.extract(narrowed.gm, [*first_of, *tangents], [gradients[i] for i in gradient_of])
     except AssertionError as error:

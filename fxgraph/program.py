@@ -19,7 +19,7 @@ from torch import fx
 
 import passes
 
-from . import engines, plan, replay, trace
+from . import engines, plan, replay, trace, weight_casts
 from ._torch_compat.autocast import AutocastState
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
@@ -98,6 +98,7 @@ class Program:
         self._eager = trace.for_eager(self.graph).forward  # not __call__, which prints a traceback of the graph's own
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._autocast = AutocastState.now()
+        self.autocasts = weight_casts.autocasts(self.graph)
         self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], plan.PartialBackward]] = (
             weakref.WeakKeyDictionary()
         )
@@ -194,7 +195,7 @@ class Program:
             joint = capture.plan.joint
             graph = trace.detach_outputs(capture.graph, plan.outputs_without_gradient(joint, defined))
             with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
-                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint))
+                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint), joint.cached)
             try:
                 known[defined] = plan.partial_backward(capture.plan, narrowed)
             except plan.CannotPlan as error:
@@ -218,7 +219,7 @@ class Program:
     def _capture_for(self, inputs: Sequence[Any]) -> Capture:
         if not all(isinstance(value, (torch.Tensor, int, float, bool, complex)) for value in inputs):
             raise RunEagerly("its inputs come in lists (compiled autograd)")
-        key = key_of(self.specs, inputs)
+        key = key_of(self.specs, inputs, self.autocasts)
         capture = self.captures.get(key)
         if capture is not None:
             self.captures.move_to_end(key)
@@ -243,7 +244,7 @@ class Program:
         if self.options.on_new_signature == "eager":
             raise RunEagerly("a signature that no sample had")
         if self.options.on_new_signature == "error":
-            known = key_of(self.specs, inputs)
+            known = key_of(self.specs, inputs, self.autocasts)
             nearest = max(self.captures, key=lambda key: sum(a == b for a, b in zip(key, known, strict=True)))
             parts = ["grad mode", "inference mode", *map(str, self.specs)]
             changed = [name for name, a, b in zip(parts, nearest, known, strict=True) if a != b]
@@ -297,7 +298,7 @@ class Program:
         device = tensors[0].device  # there is but one: the rules have been judged
         engine = engines.get(engines.name_for(self.options.engine, [device]))
         pool = self.pools.get(engine, device)
-        return Capture(graph, planned, engine, pool, self.options.num_warmup_iters, self.options.max_in_flight)
+        return Capture(graph, planned, engine, device, pool, self.options.num_warmup_iters, self.options.max_in_flight)
 
     def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
         report = passes.check(graph, rules)

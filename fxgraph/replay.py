@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from ._torch_compat import aot
-from ._torch_compat.autograd import keep_graph, kernels_only, preserve_versions
+from ._torch_compat.autograd import keep_graph, kernels_only, preserve_versions, will_run
 from .errors import DoubleBackwardError, ReplayError
-from .plan import PartialBackward, Plan, random_nodes
+from .plan import PartialBackward, Plan
 from .slots import Capture, Lease, Slot, compact, copy_all
 
 
@@ -32,15 +32,21 @@ class Call:
     edge, not the tensor's later life), leaves are kept as they are, and what does not require grad is kept detached.
     """
 
-    __slots__ = ("addresses", "capture", "inputs", "lease", "program", "slot", "versions", "watched", "with_history")
+    __slots__ = (
+        *("addresses", "capture", "inputs", "lease", "program", "random_state"),
+        *("slot", "versions", "watched", "with_history"),
+    )
 
     def __init__(self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> None:
         self.program, self.capture, self.slot, self.inputs = program, capture, slot, inputs
         self.lease = Lease(slot)
-        self.watched: list[tuple[torch.Tensor, int, str]] = []
-        self.addresses: list[tuple[torch.Tensor, int, str]] = []
+        self.watched: list[tuple[torch.Tensor, int, str, frozenset[int]]] = []
+        self.addresses: list[tuple[torch.Tensor, int, str, frozenset[int]]] = []
         self.versions: list[int] = []
         self.with_history: list[int] = []
+        self.random_state: torch.Tensor | None = None
+        if capture.plan.draws and capture.plan.repeatable:
+            self.random_state = capture.engine.random_state(capture.device)
 
     def keep_inputs(self) -> list[torch.Tensor]:
         """Keep what a second derivative needs; returns the tensors that autograd has to keep."""
@@ -57,11 +63,11 @@ class Call:
         )
         return kept
 
-    def watch(self, tensor: torch.Tensor, what: str) -> None:
-        """Remember a tensor whose memory the backward reads."""
-        self.watched.append((tensor.detach(), _version(tensor), what))
+    def watch(self, tensor: torch.Tensor, what: str, positions: frozenset[int]) -> None:
+        """Remember a tensor whose memory these inputs of the backward lie in."""
+        self.watched.append((tensor.detach(), _version(tensor), what, positions))
 
-    def check_versions(self) -> None:
+    def check_versions(self, ctx: Any) -> None:
         """Raise what autograd raises where a tensor that the backward needs was changed in place.
 
         Raises:
@@ -69,8 +75,8 @@ class Call:
             ReplayError: where a parameter was given other memory (``p.data = ...``). What eager gives then depends on
                 whether the op has saved the parameter or a view of it.
         """
-        for tensor, address, what in self.addresses:
-            if tensor.data_ptr() != address:
+        for tensor, address, what, positions in self.addresses:
+            if tensor.data_ptr() != address and self._needs(positions, ctx):
                 raise ReplayError(
                     "parameter-replaced",
                     "a parameter was given other memory between a forward and its backward",
@@ -79,13 +85,21 @@ class Call:
                     expected="the memory that the forward has read",
                     hint="run the backward first, or change the values in place under torch.no_grad()",
                 )
-        for tensor, version, what in self.watched:
-            if tensor._version != version:
+        for tensor, version, what, positions in self.watched:
+            if tensor._version != version and self._needs(positions, ctx):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"[{tensor.type()} {list(tensor.shape)}], which is {what} of a graphed callable, is at version "
                     f"{tensor._version}; expected version {version} instead."
                 )
+
+    def _needs(self, positions: frozenset[int], ctx: Any) -> bool:
+        """Whether a gradient that this backward was asked for depends on one of these inputs of the backward.
+
+        ``torch.autograd.grad`` for some of the inputs would in eager not run the nodes that lead to the others.
+        """
+        wanted = [k for k, (node, _) in enumerate(ctx.next_functions) if node is not None and will_run(node)]
+        return not positions.isdisjoint(self.capture.plan.needed_for(wanted))
 
     def end(self) -> None:
         """The graph is freed."""
@@ -101,6 +115,7 @@ class Runner(Protocol):
     """What a node needs of the program that it replays."""
 
     lock: threading.RLock
+    autocasts: bool
 
     def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> PartialBackward:
         """Backward graph for the case that only some tangents are defined, and the inputs that its outputs belong
@@ -199,12 +214,12 @@ class _Node(torch.autograd.Function):
             *[out for out, spec in zip(handed, plan.handed, strict=True) if not spec.requires_grad]
         )
         if plan.keeps:
-            for i in plan.saved_live:
-                call.watch(call.inputs[i], f"the {plan.inputs[i]}")
-                call.addresses.append((call.inputs[i], call.inputs[i].data_ptr(), str(plan.inputs[i])))
-            for k in plan.saved_handed:
+            for i, positions in plan.saved_live.items():
+                call.watch(call.inputs[i], f"the {plan.inputs[i]}", positions)
+                call.addresses.append((call.inputs[i], call.inputs[i].data_ptr(), str(plan.inputs[i]), positions))
+            for k, positions in plan.saved_handed.items():
                 if k not in call.capture.copied_outputs:
-                    call.watch(handed[k], f"output {k}")
+                    call.watch(handed[k], f"output {k}", positions)
         else:
             call.lease.end()
         # One saved tensor at least, so that autograd itself says when the graph has been freed.
@@ -219,7 +234,7 @@ class _Node(torch.autograd.Function):
         _unpack(ctx)
         with call.program.lock:
             try:
-                call.check_versions()
+                call.check_versions(ctx)
                 if torch.is_grad_enabled():
                     result = _differentiable_backward(call, ctx, grads)
                 else:
@@ -303,14 +318,14 @@ def _differentiable_backward(
             "double-backward",
             "create_graph=True through a graphed callable whose forward cannot be run again",
             where=", ".join(_why_not_repeatable(plan)),
-            observed="a forward that draws random numbers or changes its inputs in place",
+            observed="a forward that changes inputs in place and uses what they held before",
             expected="a forward that gives the same values when it runs a second time",
             hint="run this callable eagerly where you need higher-order gradients: fxgraph.ungraph(callable)",
         )
     changed = [
         str(plan.inputs[i])
         for i, (tensor, version) in enumerate(zip(call.inputs, call.versions, strict=True))
-        if _version(tensor) != version
+        if _version(tensor) != version and i not in plan.overwritten
     ]
     if changed:
         raise DoubleBackwardError(
@@ -324,8 +339,13 @@ def _differentiable_backward(
     inputs = list(call.inputs)
     for i, tensor in zip(call.with_history, ctx.saved_tensors, strict=False):
         inputs[i] = tensor
-    inputs = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in inputs]
-    outputs = call.program.recompute(call.capture, inputs)
+    inputs = [_stand_in(tensor, call.program.autocasts) for tensor in inputs]
+    for i in plan.overwritten:
+        inputs[i] = inputs[i].detach().clone()
+    with contextlib.ExitStack() as stack:
+        if call.random_state is not None:
+            stack.enter_context(call.capture.engine.from_random_state(call.capture.device, call.random_state))
+        outputs = call.program.recompute(call.capture, inputs)
     pairs = {}
     for ret, output in zip(plan.returns, outputs, strict=True):
         if ret.how == "node":
@@ -344,7 +364,17 @@ def _differentiable_backward(
     )
 
 
+def _stand_in(tensor: torch.Tensor, autocasts: bool) -> torch.Tensor:
+    """What stands for an input when the forward is run again to be differentiated.
+
+    Not the tensor itself, whose hooks the inner backward would call. But autocast keeps its casts of leaves only, so
+    where it is on, a leaf without hooks stands for itself.
+    """
+    if not tensor.requires_grad or (autocasts and tensor.is_leaf and not tensor._backward_hooks):
+        return tensor
+    return tensor.view_as(tensor)
+
+
 def _why_not_repeatable(plan: Plan) -> list[str]:
-    names = [str(plan.inputs[i]) for i in plan.mutated] + [str(plan.inputs[i]) for i, _ in plan.updates]
-    names += [f"op {node.target}" for node in random_nodes(plan.forward)]
-    return names
+    changed = [*sorted(set(plan.mutated) - plan.overwritten), *[i for i, _ in plan.updates]]
+    return [str(plan.inputs[i]) for i in changed]

@@ -10,11 +10,12 @@ import torch
 from .trace import InputSpec
 
 
-def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any]) -> tuple[Any, ...]:
+def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any], autocasts: bool = False) -> tuple[Any, ...]:
     """The key under which a capture for these inputs is kept.
 
     Live inputs count by address (a capture reads them where they are), other tensors by everything that shapes a kernel
-    or a gradient, numbers by value. Grad mode and inference mode count too.
+    or a gradient, numbers by value. Grad mode and inference mode count too. So does, under autocast, whether an input
+    is a leaf: autocast keeps the casts of leaves.
     """
     parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     for spec, value in zip(specs, inputs, strict=True):
@@ -32,6 +33,7 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any]) -> tuple[Any, ...]
                     value.requires_grad,
                     value.is_conj(),
                     value.is_neg(),
+                    autocasts and value.is_leaf,
                 )
             )
     return tuple(parts)

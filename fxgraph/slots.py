@@ -200,10 +200,17 @@ class Capture:
     """All slots for one signature of a program."""
 
     def __init__(
-        self, graph: fx.GraphModule, plan: Plan, engine: Engine, pool: Pool, num_warmup_iters: int, max_in_flight: int
+        self,
+        graph: fx.GraphModule,
+        plan: Plan,
+        engine: Engine,
+        device: torch.device,
+        pool: Pool,
+        num_warmup_iters: int,
+        max_in_flight: int,
     ) -> None:
         self.graph = graph  # torch-level, with the plan's inputs: what runs where no replay can
-        self.plan, self.engine, self.pool = plan, engine, pool
+        self.plan, self.engine, self.device, self.pool = plan, engine, device, pool
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()

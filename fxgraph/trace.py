@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import passes
 
+from . import weight_casts
 from ._torch_compat import aot, dynamo
 from .errors import FxgraphError, TraceError, add_note
 
@@ -93,6 +94,7 @@ class JointGraph:
         outputs: specs of the outputs; a gradient output is None in the graph where the input has no gradient.
         num_forward: how many of the outputs belong to the forward.
         tangent_of: for each tangent, the index of the forward output that it is the tangent of.
+        cached: inputs whose casts by autocast are made once; see :mod:`fxgraph.weight_casts`.
         metadata: AOTAutograd's ``ViewAndMutationMeta``.
     """
 
@@ -101,6 +103,7 @@ class JointGraph:
     outputs: tuple[OutputSpec, ...]
     num_forward: int
     tangent_of: tuple[int, ...]
+    cached: tuple[int, ...]
     metadata: Any
 
     def describe(self) -> str:
@@ -309,9 +312,16 @@ _ON_NUMBERS = {
 }  # fmt: skip
 
 
-def export(graph: fx.GraphModule, specs: Sequence[InputSpec], inputs: Sequence[Any]) -> JointGraph:
+def export(
+    graph: fx.GraphModule, specs: Sequence[InputSpec], inputs: Sequence[Any], cached: Sequence[int] | None = None
+) -> JointGraph:
     """The joint aten graph of a torch-level graph whose inputs are all tensors.
 
+    Args:
+        graph: takes the inputs.
+        specs: what they are.
+        inputs: tensors, real or fake.
+        cached: :func:`fxgraph.weight_casts.cached_inputs` of them, where they do not tell themselves.
     Raises:
         TraceError: ``op-failed``, ``no-fake-impl`` or ``untraceable``.
     """
@@ -334,9 +344,11 @@ def export(graph: fx.GraphModule, specs: Sequence[InputSpec], inputs: Sequence[A
             observed=f"{type(error).__name__}: {first_line(error)}",
             hint="the cause is attached",
         ) from error
-    outputs = joint.graph.output_node()
-    descs = list(outputs.meta["desc"])
+    descs = list(joint.graph.output_node().meta["desc"])
     num_forward = metadata.num_forward_returns if _has_tangents(joint) else len(descs)
+    if cached is None:
+        cached = weight_casts.cached_inputs(graph, inputs)
+    weight_casts.merge(joint, cached, output_args(joint)[num_forward:])
     tangent_of = []
     input_specs = []
     for position, node in enumerate(joint.graph.find_nodes(op="placeholder")):
@@ -352,6 +364,7 @@ def export(graph: fx.GraphModule, specs: Sequence[InputSpec], inputs: Sequence[A
         outputs=_output_specs(metadata, num_forward, len(descs)),
         num_forward=num_forward,
         tangent_of=tuple(tangent_of),
+        cached=tuple(cached),
         metadata=metadata,
     )
 

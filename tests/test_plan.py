@@ -171,7 +171,47 @@ def test_buffers_are_mutated_by_the_region_itself() -> None:
     plan, inputs, _ = make(module, leaf(4, 3))
     assert {id(inputs[i]) for i in plan.mutated} == {id(b) for b in module.buffers()}
     assert plan.updates == ()
+
+
+class Counts(nn.Module):
+    def __init__(self, use: bool) -> None:
+        super().__init__()
+        self.use = use
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        return x * self.steps if self.use else x * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "repeatable"),
+    [
+        (nn.BatchNorm1d(3), True),  # in training the statistics are only written
+        (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)), True),
+        (Counts(use=False), True),
+        (Counts(use=True), False),
+    ],
+)
+def test_what_uses_the_former_value_of_a_buffer_is_not_repeatable(module: nn.Module, repeatable: bool) -> None:
+    plan, _, _ = make(module, leaf(4, 3))
+    assert plan.repeatable is repeatable
+    assert (plan.overwritten == set(plan.mutated)) is repeatable
+
+
+def test_statistics_that_something_else_reads_matter() -> None:
+    class ReadsThem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.norm(x), self.norm.running_var * 2
+
+    module = ReadsThem()
+    plan, inputs, _ = make(module, leaf(4, 3))
     assert not plan.repeatable
+    assert {id(inputs[i]) for i in plan.mutated if i not in plan.overwritten} == {id(module.norm.running_var)}
 
 
 def test_mutations_that_autograd_follows_are_updates_after_the_call() -> None:
@@ -190,19 +230,19 @@ def test_mutations_that_autograd_follows_are_updates_after_the_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "repeatable"),
+    ("function", "draws"),
     [
-        (lambda x: x * 2, True),
-        (lambda x: torch.nn.functional.dropout(x, 0.5), False),
-        (lambda x: torch.nn.functional.dropout(x, 0.5, training=False), True),
-        (lambda x: x + torch.randn_like(x), False),
-        (lambda x: torch.bernoulli(x.sigmoid()) * x, False),
+        (lambda x: x * 2, False),
+        (lambda x: torch.nn.functional.dropout(x, 0.5), True),
+        (lambda x: torch.nn.functional.dropout(x, 0.5, training=False), False),
+        (lambda x: x + torch.randn_like(x), True),
+        (lambda x: torch.bernoulli(x.sigmoid()) * x, True),
     ],
 )
-def test_what_draws_random_numbers_is_not_repeatable(function: Callable[..., Any], repeatable: bool) -> None:
+def test_what_draws_random_numbers(function: Callable[..., Any], draws: bool) -> None:
     plan, _, _ = make(function, leaf(5))
-    assert plan.repeatable is repeatable
-    assert bool(planning.random_nodes(plan.forward)) is not repeatable
+    assert plan.draws is draws
+    assert plan.repeatable  # from the same state of the generator
 
 
 @pytest.mark.parametrize("change", [lambda x: x.t_(), lambda x: x.unsqueeze_(0)], ids=["t_", "unsqueeze_"])
@@ -222,12 +262,23 @@ def test_saved_live_are_parameters_that_the_backward_reads() -> None:
     assert {id(inputs[i]) for i in plan.saved_live} == {id(module.weight)}
     assert plan.keeps
     plan, inputs, _ = make(module, leaf(4, 3, grad=False))  # no gradient flows through the weight
-    assert plan.saved_live == ()
+    assert not plan.saved_live
 
 
 def test_saved_handed_are_outputs_that_the_backward_reads() -> None:
     plan, _, _ = make(lambda x: (x.exp(), x * 3), leaf(3))
-    assert plan.saved_handed == (plan.returns[0].index,)
+    assert list(plan.saved_handed) == [plan.returns[0].index]
+
+
+def test_what_a_gradient_needs_of_what_was_saved() -> None:
+    norm, linear = nn.LayerNorm(3), nn.Linear(3, 2)
+    x = leaf(4, 3)
+    plan, inputs, _ = make(nn.Sequential(norm, linear), x)
+    output_of = {id(inputs[i]): k for k, i in enumerate(plan.gradient_of)}
+    (weight,) = (i for i in plan.saved_live if inputs[i] is linear.weight)
+    for tensor, needs in [(linear.weight, False), (linear.bias, False), (norm.weight, True), (x, True)]:
+        needed = plan.needed_for([output_of[id(tensor)]])
+        assert (not plan.saved_live[weight].isdisjoint(needed)) is needs
 
 
 def test_a_backward_of_tangents_alone_keeps_nothing() -> None:

@@ -75,3 +75,80 @@ def test_the_first_call_of_a_copy_raises_as_in_eager(device: str) -> None:
         with pytest.raises(ValueError, match="the user's own"):
             module(x)
     torch.testing.assert_close(list(copied.buffers()), list(eager.buffers()), rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = x + self.layer(x).tanh()
+        return {"y": hidden + self.layer(hidden).tanh(), "hidden": hidden * 2.0}
+
+
+@pytest.mark.parametrize("names", [["y"], ["hidden"], ["y", "hidden"]])
+def test_a_backward_of_some_outputs_of_tied_layers(names: list[str], device: str) -> None:
+    eager = Tied().to(device)
+    x = torch.randn(3, 4, device=device)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), (x,))
+    for module in (eager, graphed):
+        out = module(x)
+        sum(out[name].square().sum() for name in names).backward()
+    for mine, its in zip(graphed.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
+
+
+def test_gradients_that_do_not_need_a_parameter_that_was_changed(device: str) -> None:
+    eager = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)).to(device)
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), (x,))
+    for module in (eager, graphed):
+        loss = module(x).square().sum()
+        with torch.no_grad():
+            module[0].weight.mul_(2)  # what flows to the last layer's parameters does not pass through it
+        torch.autograd.grad(loss, list(module[1].parameters()), retain_graph=True)
+        for wanted in (x, module[0].bias):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, wanted, retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class UsedTwice(nn.Module):
+    """``inside`` switches autocast on in the forward itself."""
+
+    def __init__(self, inside: str) -> None:
+        super().__init__()
+        self.inside = inside
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside:
+            with torch.autocast(self.inside, dtype=torch.bfloat16):
+                return self._run(x)
+        return self._run(x)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.norm(self.layer(x).tanh()) + x @ self.layer.weight.softmax(0)
+        return x
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_weights_that_are_used_several_times_under_autocast(inside: bool, leaf: bool, device: str) -> None:
+    eager = UsedTwice(device if inside else "").to(device)
+    sample = torch.randn(5, 4, device=device, requires_grad=leaf)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=not inside):
+        graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), (sample,))
+    x = torch.randn(5, 4, device=device, requires_grad=leaf)
+    results = []
+    for module in (eager, graphed):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=not inside):
+            out = module(x if leaf else x * 2)
+        out.float().square().sum().backward()
+        results.append([out.detach(), x.grad, *[p.grad for p in module.parameters()]])
+        x.grad = None
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert fxgraph.stats(graphed).eager_calls == 0

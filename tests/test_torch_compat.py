@@ -18,7 +18,7 @@ from torch import fx, nn
 from fxgraph import trace
 from fxgraph._torch_compat import aot, dynamo
 from fxgraph._torch_compat.autocast import AutocastState
-from fxgraph._torch_compat.autograd import keep_graph, kernels_only, preserve_versions
+from fxgraph._torch_compat.autograd import keep_graph, kernels_only, preserve_versions, will_run
 from fxgraph._torch_compat.storage import Held
 
 VERSION = torch.__version__
@@ -35,6 +35,8 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._C._autograd._get_current_graph_task_keep_graph", []),
     ("torch._C._DisableAutocast", []),
     ("torch._C._dynamo.eval_frame.set_eval_frame", []),
+    ("torch._C._will_engine_execute_node", []),
+    ("torch.amp.autocast_mode._enter_autocast", []),
     ("torch.autograd._unsafe_preserve_version_counter", ["tensors"]),
     ("torch.autograd.graph.increment_version", ["tensor"]),
     ("torch._debug_has_internal_overlap", []),
@@ -220,6 +222,10 @@ def test_an_autocast_state_can_be_entered_again() -> None:
         state = AutocastState.now()
     with state.again():
         assert (x @ x).dtype == torch.float16
+        assert torch.is_autocast_cache_enabled() is True
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        state = AutocastState.now()
+    with state.again():
         assert torch.is_autocast_cache_enabled() is False
     off = AutocastState.now()
     with torch.autocast("cpu", dtype=torch.bfloat16), off.again():
@@ -435,3 +441,26 @@ def test_miscompiled_graphs_are_refused_where_torch_gets_them_wrong() -> None:
     assert torch.equal(gradient, torch.full((2,), 6.0)), changed(
         "Dynamo loses a gradient of an autograd.Function again"
     )
+
+
+def test_whether_the_engine_will_run_a_node() -> None:
+    seen = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            return sum(inputs[1:], inputs[0])
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            seen.append([node is not None and will_run(node) for node, _ in ctx.next_functions])
+            return grad, grad, grad
+
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    inner = leaves[1] * 2
+    out = Node.apply(leaves[0], inner, torch.ones(2)).sum()
+    torch.autograd.grad(out, leaves[0], retain_graph=True)
+    torch.autograd.grad(out, inner, retain_graph=True)
+    torch.autograd.grad(out, leaves[1], retain_graph=True)
+    out.backward()
+    assert seen == [[True, False, False], [False, True, False], [False, True, False], [True, True, False]]

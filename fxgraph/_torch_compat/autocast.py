@@ -14,18 +14,20 @@ class AutocastState:
     """Which device types autocast, and to what."""
 
     devices: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
 
     @classmethod
     def now(cls) -> AutocastState:
         """The calling thread's state."""
         kinds = ("cpu", "cuda")
-        return cls(tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds))
+        devices = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(devices, torch.is_autocast_cache_enabled())
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The same state, without autocast's cache of casted weights."""
+        """The same state."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.devices:
                 if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
             yield

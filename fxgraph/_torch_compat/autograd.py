@@ -12,6 +12,16 @@ keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """``keep_graph() -> bool``, inside a backward: was it called with ``retain_graph=True``?"""
 
 
+def will_run(node: torch.autograd.graph.Node) -> bool:
+    """Inside a backward: will the engine run this node, or was a gradient asked for that does not lead there?"""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "leaf node was passed" not in str(error):
+            raise
+        return True  # the gradient of this leaf is what torch.autograd.grad was asked for
+
+
 def saved_tensors_hooked() -> bool:
     """Whether saved-tensor hooks are on for everything, as inside of ``torch.utils.checkpoint``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -112,6 +112,23 @@ class Engine(abc.ABC):
             torch.set_rng_state(rng)
             self._set_device_rng(device_rng)
 
+    def random_state(self, device: torch.device) -> torch.Tensor:
+        """The state of the default generator from which a region on this device draws."""
+        return torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def from_random_state(self, device: torch.device, state: torch.Tensor) -> Iterator[None]:
+        """Ops inside draw from that state on; on leaving, the generator is as it was."""
+        before = self.random_state(device)
+        self._set_random_state(device, state)
+        try:
+            yield
+        finally:
+            self._set_random_state(device, before)
+
+    def _set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
     def _device_rng(self) -> list[torch.Tensor]:
         return []
 

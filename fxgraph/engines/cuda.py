@@ -115,6 +115,12 @@ class CudaEngine(Engine):
                 if not torch._debug_has_internal_overlap(tensor):
                     tensor.detach().fill_(poison_value(tensor.dtype))
 
+    def random_state(self, device: torch.device) -> torch.Tensor:
+        return torch.cuda.get_rng_state(device)
+
+    def _set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, device)
+
     def _device_rng(self) -> list[torch.Tensor]:
         if not torch.cuda.is_initialized():
             return []
