@@ -34,6 +34,7 @@ from .errors import (
     SignatureError,
     TraceError,
     UncapturableError,
+    VerifyError,
 )
 from .options import Options
 from .program import EagerFallbackWarning
@@ -53,6 +54,7 @@ __all__ = [
     "Stats",
     "TraceError",
     "UncapturableError",
+    "VerifyError",
     "__version__",
     "check",
     "make_graphed_callables",

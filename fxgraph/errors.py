@@ -106,6 +106,10 @@ class DoubleBackwardError(FxgraphError, RuntimeError):
     """``create_graph=True`` through a callable whose forward cannot be run again."""
 
 
+class VerifyError(FxgraphError, RuntimeError):
+    """``verify=n`` found a replay that differs from eager: a fault of fxgraph."""
+
+
 def add_note(error: BaseException, note: str) -> None:
     """PEP 678's ``add_note``, on Python 3.10 too (where tracebacks do not print it, but tools that read it do)."""
     if hasattr(error, "add_note"):

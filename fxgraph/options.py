@@ -23,6 +23,8 @@ class Options:
         on_uncapturable: what happens to a callable with a part that no CUDA graph can hold. ``split`` captures what is
             around it, ``eager`` runs the callable eagerly, ``error`` raises :class:`~fxgraph.errors.UncapturableError`.
         num_warmup_iters: how often a region runs before it is captured.
+        verify: how many first replays of each capture are also run eagerly, on copies, and compared, forward and
+            backward; a difference raises :class:`~fxgraph.errors.VerifyError`, which names the first op that differs.
     Raises:
         OptionError: for a value that is not allowed; it lists the allowed ones.
     """
@@ -35,6 +37,7 @@ class Options:
     max_in_flight: int = 2
     on_uncapturable: Literal["split", "eager", "error"] = "split"
     num_warmup_iters: int = 3
+    verify: int = 0
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -78,7 +81,7 @@ class Options:
         return cls(**{**options, **overrides})
 
 
-_LEAST = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0}
+_LEAST = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0, "verify": 0}
 
 
 def _bad_value(name: str, value: object, expected: str) -> OptionError:

@@ -19,7 +19,7 @@ from torch import fx
 
 import passes
 
-from . import engines, plan, replay, trace, weight_casts
+from . import engines, plan, replay, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
@@ -115,6 +115,8 @@ class Program:
                 tensors = tuple([value for value in flat if isinstance(value, torch.Tensor)])
                 slot = self._slot_for(capture, tensors)
                 self.replays += 1
+                if capture.replays < self.options.verify:
+                    return verifying.verified(self, capture, slot, tensors)
                 return replay.run(self, capture, slot, tensors)
         except RunEagerly as error:
             reason = str(error)

@@ -34,11 +34,13 @@ class Call:
 
     __slots__ = (
         *("addresses", "capture", "inputs", "lease", "program", "random_state"),
-        *("slot", "versions", "watched", "with_history"),
+        *("slot", "twin", "versions", "watched", "with_history"),
     )
 
-    def __init__(self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.program, self.capture, self.slot, self.inputs = program, capture, slot, inputs
+    def __init__(
+        self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...], twin: Twin | None
+    ) -> None:
+        self.program, self.capture, self.slot, self.inputs, self.twin = program, capture, slot, inputs, twin
         self.lease = Lease(slot)
         self.watched: list[tuple[torch.Tensor, int, str, frozenset[int]]] = []
         self.addresses: list[tuple[torch.Tensor, int, str, frozenset[int]]] = []
@@ -98,17 +100,34 @@ class Call:
 
         ``torch.autograd.grad`` for some of the inputs would in eager not run the nodes that lead to the others.
         """
-        wanted = [k for k, (node, _) in enumerate(ctx.next_functions) if node is not None and will_run(node)]
-        return not positions.isdisjoint(self.capture.plan.needed_for(wanted))
+        return not positions.isdisjoint(self.capture.plan.needed_for(_wanted(ctx)))
 
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs, self.watched, self.addresses = (), [], []
+        self.inputs, self.watched, self.addresses, self.twin = (), [], [], None
+
+
+def _wanted(ctx: Any) -> list[int]:
+    """The gradients that this backward was asked for, as indices into ``plan.gradient_of``."""
+    return [k for k, (node, _) in enumerate(ctx.next_functions) if node is not None and will_run(node)]
 
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+class Twin(Protocol):
+    """Compares a call with eager; see :mod:`fxgraph.verifying`."""
+
+    def check_gradients(
+        self,
+        call: Call,
+        tangents: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        wanted: Sequence[int],
+    ) -> None:
+        """Raise where a gradient differs."""
 
 
 class Runner(Protocol):
@@ -125,7 +144,9 @@ class Runner(Protocol):
         """The program's outputs, run by autograd under the autocast state of the capture."""
 
 
-def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+def run(
+    program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...], twin: Twin | None = None
+) -> tuple[Any, ...]:
     """Replay a slot's forward for these inputs and give the program's outputs."""
     plan = capture.plan
     capture.replays += 1
@@ -134,7 +155,7 @@ def run(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tenso
             handed = _forward(capture, slot, inputs)
         handed = _share(handed, slot)
     else:
-        call = Call(program, capture, slot, inputs)
+        call = Call(program, capture, slot, inputs, twin)
         handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])  # type: ignore[no-untyped-call]
     for index, position in plan.updates:
         target = inputs[index]
@@ -239,6 +260,9 @@ class _Node(torch.autograd.Function):
                     result = _differentiable_backward(call, ctx, grads)
                 else:
                     result = _backward(call, grads)
+                    if call.twin is not None:
+                        with torch.enable_grad():
+                            call.twin.check_gradients(call, grads, result, _wanted(ctx))
             finally:
                 if keeps and not keep:
                     call.end()
@@ -346,14 +370,10 @@ def _differentiable_backward(
         if call.random_state is not None:
             stack.enter_context(call.capture.engine.from_random_state(call.capture.device, call.random_state))
         outputs = call.program.recompute(call.capture, inputs)
-    pairs = {}
-    for ret, output in zip(plan.returns, outputs, strict=True):
-        if ret.how == "node":
-            pairs[ret.index] = output
-        elif ret.how == "view_of_node":
-            pairs.setdefault(ret.index, output._base)  # AOTAutograd hands out the base of such views
     chosen = [
-        (out, grads[k]) for k, out in pairs.items() if grads[k] is not None and out is not None and out.requires_grad
+        (out, grads[k])
+        for k, out in node_outputs(plan, outputs, inputs).items()
+        if grads[k] is not None and out.requires_grad
     ]
     return torch.autograd.grad(
         [output for output, _ in chosen],
@@ -362,6 +382,17 @@ def _differentiable_backward(
         create_graph=True,
         allow_unused=True,
     )
+
+
+def node_outputs(plan: Plan, outputs: Sequence[Any], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What the program has given, and left in its inputs, when it ran eagerly, as outputs of the autograd node."""
+    found: dict[int, torch.Tensor] = {position: inputs[index] for index, position in plan.updates}
+    for ret, output in zip(plan.returns, outputs, strict=True):
+        if ret.how == "node":
+            found[ret.index] = output
+        elif ret.how == "view_of_node" and output._base is not None:
+            found.setdefault(ret.index, output._base)  # AOTAutograd hands out the base of such views
+    return found
 
 
 def _stand_in(tensor: torch.Tensor, autocasts: bool) -> torch.Tensor:

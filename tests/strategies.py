@@ -216,7 +216,7 @@ class Setup:
 
     Attributes:
         optimizer: out of ``OPTIMIZERS``.
-        max_in_flight, max_captures: the options.
+        max_in_flight, max_captures, verify: the options.
         grad: whether the sample requires grad.
         seed: of the default generators, before the module is made.
     """
@@ -226,6 +226,7 @@ class Setup:
     max_captures: int = 8
     grad: bool = False
     seed: int = 0
+    verify: int = 0
 
 
 OPTIMIZERS = ("SGD", "SGD foreach", "Adam", "AdamW foreach")
@@ -237,6 +238,7 @@ setups: st.SearchStrategy[Setup] = st.builds(
     max_captures=st.sampled_from([8, 8, 2]),
     grad=st.booleans(),
     seed=st.integers(0, 3),
+    verify=st.sampled_from([0, 0, 0, 2]),
 )
 
 LAYOUTS = ("plain", "plain", "plain", "transposed", "sliced", "expanded", "the last one's")

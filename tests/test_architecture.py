@@ -18,19 +18,24 @@ RULES = sorted((ROOT / "passes").rglob("*.py"))
 LEAVES = {"errors", "_version"}
 # Which modules of fxgraph each may import; `engines` and `_torch_compat` stand for their modules. The order of the
 # page: api, graphed, backend, program, replay, slots, engines; and program, replay, slots may use plan, which may use
-#     trace.
+# trace.
 MAY: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
     "options": {"errors"},
     "_torch_compat": set(),
     "engines": {"errors", "_torch_compat"},
-    "trace": {"errors", "_torch_compat"},
+    "weight_casts": set(),
+    "trace": {"errors", "weight_casts", "_torch_compat"},
     "signature": {"trace"},
     "plan": {"trace", "_torch_compat", "errors"},
     "slots": {"engines", "plan", "trace", "_torch_compat", "errors"},
     "replay": {"slots", "plan", "trace", "engines", "_torch_compat", "errors"},
-    "program": {"replay", "slots", "signature", "plan", "trace", "engines", "options", "errors", "_torch_compat"},
+    "verifying": {"replay", "slots", "plan", "trace", "errors", "_torch_compat"},
+    "program": {
+        *("verifying", "replay", "slots", "signature", "plan", "trace", "weight_casts", "engines", "options", "errors"),
+        "_torch_compat",
+    },
 }
 # The front of the house may import all that is above, and each other in this order.
 FRONT = ["backend", "graphed", "api", "checking", "stats", "__init__"]

@@ -42,8 +42,12 @@ def significant_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
 
 
-def assert_same(found: Any, expected: Any, what: str = "", exact: bool = True) -> None:
-    """Equal in values (bit by bit, or with torch's usual tolerance), type, strides, ``requires_grad`` and structure."""
+def assert_same(found: Any, expected: Any, what: str = "", exact: bool = True, largest: float = 0.0) -> None:
+    """Equal in values (bit by bit, or with torch's usual tolerance), type, strides, ``requires_grad`` and structure.
+
+    Where sums run over terms that cancel, their rounding goes with the terms: ``largest`` is the size of those, and a
+    thousand roundings of it are allowed.
+    """
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     flat, spec = pytree.tree_flatten(found)
     wanted, wanted_spec = pytree.tree_flatten(expected)
@@ -61,6 +65,8 @@ def assert_same(found: Any, expected: Any, what: str = "", exact: bool = True) -
         assert significant_strides(one) == significant_strides(other), (
             f"{place}: strides {one.stride()}, {other.stride()}"
         )
+        if largest and other.is_floating_point():
+            tolerance = {"rtol": 1e-5, "atol": max(1e-5, 1000 * torch.finfo(other.dtype).eps * largest)}
         torch.testing.assert_close(
             one.detach(), other.detach(), **tolerance, equal_nan=True, msg=lambda text, p=place: f"{p}: {text}"
         )
