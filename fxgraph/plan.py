@@ -162,7 +162,10 @@ def make(joint: JointGraph) -> Plan:
         forward, backward = aot.partition(joint.gm, joint.num_forward)
     else:
         forward, backward = joint.gm, None
+    _refuse_reads_beyond(joint, specs)
     forward = passes.DrawInPlace()(forward).graph_module
+    for region in filter(None, (forward, backward)):
+        _refuse_other_draws(region)
     results = output_args(forward)
     returned, saved = results[: joint.num_forward], results[joint.num_forward :]
 
@@ -250,6 +253,67 @@ def make(joint: JointGraph) -> Plan:
     forward.graph.eliminate_dead_code()
     _views_that_may_copy(forward)
     return plan
+
+
+_AS_STRIDED = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
+
+
+def _refuse_reads_beyond(joint: JointGraph, specs: Sequence[InputSpec]) -> None:
+    """``as_strided`` counts from the beginning of a storage, of which a static buffer holds the input's elements only.
+
+    Raises:
+        CannotPlan: if it is done to an input that is not all of its storage.
+    """
+    aliases = Aliases.of(joint.gm)
+    partial = {}
+    for node, spec in zip(joint.gm.graph.find_nodes(op="placeholder"), specs, strict=False):
+        value = node.meta["val"]
+        if not spec.live and (value.storage_offset() or _extent(value) < _elements(value)):
+            partial[aliases.storage(node)] = spec
+    for node in joint.gm.graph.nodes:
+        if node.target in _AS_STRIDED and aliases.storage(node.args[0]) in partial:
+            raise CannotPlan(f"as_strided reads the memory around the {partial[aliases.storage(node.args[0])]}")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last."""
+    if 0 in tensor.size():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    """Elements in a tensor's storage."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+_FILLS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("normal_functional", "uniform", "exponential", "geometric", "cauchy", "log_normal", "random")
+    if hasattr(torch.ops.aten, name)
+} | {torch.ops.aten.random.to, getattr(torch.ops.aten.random, "from")}
+"""What functionalisation makes of random ops that fill a tensor."""
+
+
+def _refuse_other_draws(graph: fx.GraphModule) -> None:
+    """Eager fills a tensor with random numbers in the order of its memory. Their functional forms make a tensor without
+    gaps first, and that of ``bernoulli_`` a contiguous one.
+
+    Raises:
+        CannotPlan: if the numbers would come to lie in other places.
+    """
+    for node in random_nodes(graph):
+        filled = node.all_input_nodes[0] if node.all_input_nodes else None
+        if node.target in _FILLS and filled is not None:
+            value = filled.meta["val"]
+            if _extent(value) != value.numel():
+                raise CannotPlan(f"{node.target} fills a tensor that has gaps in memory")
+        elif node.target is torch.ops.aten.bernoulli.p and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+            raise CannotPlan(f"{node.target} fills a tensor that is not contiguous")
 
 
 def _forget_checkpoints(joint: fx.GraphModule) -> None:

@@ -204,7 +204,7 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
         elif slot.roots.count(k) > 1:
             handed.append(_tensor_in(buffer.untyped_storage().clone(), buffer))
         else:
-            handed.append(buffer.clone())
+            handed.append(copy_of(buffer))
     return tuple(handed)
 
 
@@ -300,7 +300,17 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
             return tuple(plan.backward(*slot.backward_inputs()))  # type: ignore[misc]
         slot.backward.replay()
         copied = slot.copied_gradients
-        return tuple([g.clone() if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
+        return tuple([copy_of(g) if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which ``clone()`` keeps only where they leave no gaps."""
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride():
+        return copy
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    compact(copy).copy_(compact(tensor))
+    return copy
 
 
 def compact_as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

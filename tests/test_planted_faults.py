@@ -1,0 +1,166 @@
+"""Faults planted into fxgraph, one at a time: the state machine finds each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from machine import Difference
+from test_stateful import Machine
+
+from fxgraph import engines, graphed, plan, program, replay, slots, trace, weight_casts
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, Plant] = {}
+
+
+def fault(plant: Plant) -> Plant:
+    """Register a fault under the words of its name."""
+    FAULTS[plant.__name__.replace("_", " ")] = plant
+    return plant
+
+
+@fault
+def a_slot_is_used_while_its_backward_is_to_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(slots.Slot, "free", lambda self: not self._held.any())
+
+
+@fault
+def an_output_that_somebody_holds_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(slots.Slot, "free", lambda self: not self.pending)
+
+
+@fault
+def a_gradient_that_somebody_holds_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(slots.Slot, "gradients_free", lambda self: True)
+
+
+@fault
+def slots_never_come_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(slots.Lease, "end", lambda self: None)
+
+
+@fault
+def capturing_leaves_its_traces_in_buffers(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def changed(self: Any, tensors: Any) -> Iterator[None]:
+        with unchanged(self, []):
+            yield
+
+    unchanged = engines.Engine.unchanged
+    patch.setattr(engines.Engine, "unchanged", changed)
+
+
+@fault
+def capturing_draws_random_numbers(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def drawing(self: Any, tensors: Any) -> Iterator[None]:
+        yield
+
+    patch.setattr(engines.Engine, "unchanged", drawing)
+
+
+@fault
+def addresses_of_parameters_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    def key_of(specs: Any, inputs: Any, autocasts: bool = False) -> Any:
+        return original(specs, [x if not s.live else x.requires_grad for s, x in zip(specs, inputs, strict=True)])
+
+    original = program.key_of
+    patch.setattr(program, "key_of", key_of)
+
+
+@fault
+def guards_are_not_asked(patch: pytest.MonkeyPatch) -> None:
+    class Traced(graphed._Traced):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.check = lambda names: True
+
+    patch.setattr(graphed, "_Traced", Traced)
+
+
+@fault
+def inputs_are_copied_once_only(patch: pytest.MonkeyPatch) -> None:
+    def fill(self: slots.Slot, inputs: Any) -> None:
+        if not getattr(self, "filled", False):
+            self.filled = True
+            original(self, inputs)
+
+    original = slots.Slot.fill
+    patch.setattr(slots.Slot, "fill", fill)
+
+
+@fault
+def gradients_of_outputs_are_copied_once_only(patch: pytest.MonkeyPatch) -> None:
+    def copy_all(targets: Any, sources: Any) -> None:
+        if targets and targets[0].data_ptr() not in seen:
+            seen.add(targets[0].data_ptr())
+            original(targets, sources)
+
+    seen: set[int] = set()
+    original = replay.copy_all
+    patch.setattr(replay, "copy_all", copy_all)
+
+
+@fault
+def parameters_changed_before_the_backward_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replay.Call, "check_versions", lambda self, ctx: None)
+
+
+@fault
+def an_output_without_a_gradient_counts_as_one_of_zeros(patch: pytest.MonkeyPatch) -> None:
+    def zeros(call: Any, tangents: Any) -> Any:
+        likes = zip(tangents, call.slot.tangents, strict=True)
+        return original(call, [torch.zeros_like(like) if given is None else given for given, like in likes])
+
+    original = replay._partial_backward
+    patch.setattr(replay, "_partial_backward", zeros)
+
+
+@fault
+def weights_are_cast_at_every_use(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(weight_casts, "merge", lambda joint, cached, gradients: None)
+
+
+@fault
+def outputs_that_do_not_require_grad_do(patch: pytest.MonkeyPatch) -> None:
+    def make(joint: Any) -> plan.Plan:
+        made = original(joint)
+        floats = [node.meta["val"].is_floating_point() for node in trace.output_args(made.forward)]
+        made.handed = tuple(plan.Handed(out.position, floats[out.position]) for out in made.handed)
+        return made
+
+    original = plan.make
+    patch.setattr(plan, "make", make)
+
+
+class Found(BaseException):
+    """The machine has found a difference. No ``Exception``, for which Hypothesis would run the course once more."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAULTS, ids=lambda name: name.replace(" ", "-"))
+def test_the_machine_finds(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty(Machine):
+        @contextlib.contextmanager
+        def _noticed(self, twins: Any) -> Iterator[None]:
+            try:
+                yield
+            except Difference as difference:
+                raise Found from difference
+
+    Faulty.device = device
+    FAULTS[name](monkeypatch)
+    many = settings(
+        max_examples=100,
+        stateful_step_count=30,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises(Found):
+        run_state_machine_as_test(Faulty, settings=many)
