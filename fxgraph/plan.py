@@ -6,8 +6,7 @@ Nothing here holds a real tensor or knows an engine.
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,11 +16,16 @@ import passes
 from passes.aliasing import Aliases
 
 from ._torch_compat import aot
+from .effects import (
+    CannotPlan,
+    random_nodes,
+    refuse_other_draws,
+    refuse_reads_beyond,
+    statistics,
+    undeclared_writes,
+    value_matters,
+)
 from .trace import InputSpec, JointGraph, OutputKind, output_args
-
-
-class CannotPlan(Exception):
-    """The joint graph is right but its calling convention does not fit a replay; the program runs eagerly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +166,10 @@ def make(joint: JointGraph) -> Plan:
         forward, backward = aot.partition(joint.gm, joint.num_forward)
     else:
         forward, backward = joint.gm, None
-    _refuse_reads_beyond(joint, specs)
+    refuse_reads_beyond(joint, specs)
     forward = passes.DrawInPlace()(forward).graph_module
     for region in filter(None, (forward, backward)):
-        _refuse_other_draws(region)
+        refuse_other_draws(region)
     results = output_args(forward)
     returned, saved = results[: joint.num_forward], results[joint.num_forward :]
 
@@ -208,9 +212,9 @@ def make(joint: JointGraph) -> Plan:
                 base = hand(num_updates + num_outputs + info.base_idx, True)
             returns.append(_view("view_of_node", base, value, info))
 
-    undeclared = _undeclared_writes(forward)
+    undeclared = undeclared_writes(forward)
     mutated = tuple(sorted({*metadata.mutated_graph_handled_indices, *undeclared}))
-    overwritten = frozenset(i for i in mutated if not _value_matters(forward, i, returned))
+    overwritten = frozenset(i for i in mutated if not value_matters(forward, i, returned))
     plan = Plan(
         inputs=specs,
         joint=joint,
@@ -219,7 +223,7 @@ def make(joint: JointGraph) -> Plan:
         returns=tuple(returns),
         updates=updates,
         mutated=mutated,
-        uncounted=frozenset(undeclared | _statistics(forward)),
+        uncounted=frozenset(undeclared | statistics(forward)),
         overwritten=overwritten,
         repeatable=not updates and overwritten == set(mutated),
         draws=bool(random_nodes(forward)),
@@ -251,69 +255,8 @@ def make(joint: JointGraph) -> Plan:
         raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
     forward.graph.output_node().args = (tuple(buffers),)
     forward.graph.eliminate_dead_code()
-    _views_that_may_copy(forward)
+    views_that_may_copy(forward)
     return plan
-
-
-_AS_STRIDED = {
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.as_strided_copy.default,
-    torch.ops.aten.as_strided_scatter.default,
-}
-
-
-def _refuse_reads_beyond(joint: JointGraph, specs: Sequence[InputSpec]) -> None:
-    """``as_strided`` counts from the beginning of a storage, of which a static buffer holds the input's elements only.
-
-    Raises:
-        CannotPlan: if it is done to an input that is not all of its storage.
-    """
-    aliases = Aliases.of(joint.gm)
-    partial = {}
-    for node, spec in zip(joint.gm.graph.find_nodes(op="placeholder"), specs, strict=False):
-        value = node.meta["val"]
-        if not spec.live and (value.storage_offset() or _extent(value) < _elements(value)):
-            partial[aliases.storage(node)] = spec
-    for node in joint.gm.graph.nodes:
-        if node.target in _AS_STRIDED and aliases.storage(node.args[0]) in partial:
-            raise CannotPlan(f"as_strided reads the memory around the {partial[aliases.storage(node.args[0])]}")
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last."""
-    if 0 in tensor.size():
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    """Elements in a tensor's storage."""
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-_FILLS = {
-    getattr(torch.ops.aten, name).default
-    for name in ("normal_functional", "uniform", "exponential", "geometric", "cauchy", "log_normal", "random")
-    if hasattr(torch.ops.aten, name)
-} | {torch.ops.aten.random.to, getattr(torch.ops.aten.random, "from")}
-"""What functionalisation makes of random ops that fill a tensor."""
-
-
-def _refuse_other_draws(graph: fx.GraphModule) -> None:
-    """Eager fills a tensor with random numbers in the order of its memory. Their functional forms make a tensor without
-    gaps first, and that of ``bernoulli_`` a contiguous one.
-
-    Raises:
-        CannotPlan: if the numbers would come to lie in other places.
-    """
-    for node in random_nodes(graph):
-        filled = node.all_input_nodes[0] if node.all_input_nodes else None
-        if node.target in _FILLS and filled is not None:
-            value = filled.meta["val"]
-            if _extent(value) != value.numel():
-                raise CannotPlan(f"{node.target} fills a tensor that has gaps in memory")
-        elif node.target is torch.ops.aten.bernoulli.p and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
-            raise CannotPlan(f"{node.target} fills a tensor that is not contiguous")
 
 
 def _forget_checkpoints(joint: fx.GraphModule) -> None:
@@ -357,13 +300,13 @@ def _plan_backward(
     gradients = output_args(backward)
     plan.gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
     backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
-    backward = _own_memory(backward)
-    _drop_forward_draws(backward, drawn)
-    _views_that_may_copy(backward)
+    backward = own_memory(backward)
+    drop_forward_draws(backward, drawn)
+    views_that_may_copy(backward)
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
 
 
-def _drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
+def drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
     """Remove what the backward does not need, random ops of the forward included.
 
     The partitioner copies the forward's nodes into the backward and removes those without users, but never a random op.
@@ -378,7 +321,7 @@ def _drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
         raise CannotPlan(f"the backward would draw the forward's random numbers again: {', '.join(again)}")
 
 
-def _views_that_may_copy(region: fx.GraphModule) -> None:
+def views_that_may_copy(region: fx.GraphModule) -> None:
     """``reshape`` for ``view``: the trace took ``view`` because its strides allowed it.
 
     Real strides can differ from traced ones (a kernel whose fake implementation says otherwise, a tangent that is
@@ -390,7 +333,7 @@ def _views_that_may_copy(region: fx.GraphModule) -> None:
     region.recompile()
 
 
-def _own_memory(backward: fx.GraphModule) -> fx.GraphModule:
+def own_memory(backward: fx.GraphModule) -> fx.GraphModule:
     """A gradient that is the tangent itself, a parameter's memory or another gradient's would change under its
     holder."""
     every = tuple(range(len(output_args(backward))))
@@ -402,178 +345,3 @@ def _view(how: str, index: int, value: fx.Node, info: Any) -> Return:
     fake = value.meta["val"]
     meta = Meta(tuple(fake.size()), tuple(fake.stride()), fake.storage_offset(), fake.dtype)
     return Return(how, index, meta=meta, requires_grad=info.requires_grad, view_metas=info.view_meta_sequence)
-
-
-def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that draw random numbers."""
-    return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
-
-
-_BATCH_NORMS = (
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    torch.ops.aten._batch_norm_with_update_functional.default,
-)
-
-
-def _statistics(forward: fx.GraphModule) -> set[int]:
-    """Inputs that receive the running statistics of a batch norm."""
-    index_of = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
-    found = set()
-    for node in forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        target, value = node.args[:2]
-        source = value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
-        if getattr(source, "target", None) in _BATCH_NORMS:
-            found.add(index_of[target])
-    return found
-
-
-_STATISTICS_AND_SWITCH = {
-    torch.ops.aten._native_batch_norm_legit_functional.default: ((3, 4), 5),
-    **aot.UNDECLARED_WRITES,
-}
-"""Batch norms -> their running statistics, and the argument that says whether they are only written (training)."""
-
-
-def _value_matters(forward: fx.GraphModule, index: int, results: Sequence[Any]) -> bool:
-    """Whether one of these values depends on what input ``index`` holds when the forward begins."""
-    dependent = {forward.graph.find_nodes(op="placeholder")[index]}
-    statistics: dict[
-        fx.Node, set[int]
-    ] = {}  # batch norms in training -> the statistics that depend on it, and only they
-    for node in forward.graph.nodes:
-        given = dependent.intersection(node.all_input_nodes)
-        if node.target is operator.getitem and node.args[0] in statistics:
-            if node.args[1] in statistics[node.args[0]]:  # the new statistics stand where the old ones are given
-                dependent.add(node)
-        elif given and node.target in _STATISTICS_AND_SWITCH:
-            positions, switch = _STATISTICS_AND_SWITCH[node.target]
-            others = [arg for k, arg in enumerate(node.args) if k not in positions]
-            if not node.args[switch] or given.intersection(others):
-                dependent.add(node)
-            else:
-                statistics[node] = {k for k in positions if node.args[k] in given}
-        elif given:
-            dependent.add(node)
-    return not dependent.isdisjoint([value for value in results if isinstance(value, fx.Node)])
-
-
-def _undeclared_writes(forward: fx.GraphModule) -> set[int]:
-    """Inputs that ops write in place although their schema does not say so.
-
-    Raises:
-        CannotPlan: if what is written is not an input, or nobody uses the op's result (it would be removed as dead).
-    """
-    index_of = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
-    written: set[int] = set()
-    for node in forward.graph.nodes:
-        if node.target in aot.UNDECLARED_WRITES:
-            positions, switch = aot.UNDECLARED_WRITES[node.target]
-            targets = [node.args[k] for k in positions if node.args[switch] and node.args[k] is not None]
-            if targets and (not node.users or any(target not in index_of for target in targets)):
-                raise CannotPlan(f"{node.target} writes something that is not an input")
-            written.update(index_of[target] for target in targets)
-    return written
-
-
-@dataclasses.dataclass(frozen=True)
-class PartialBackward:
-    """A backward for the case that only some tangents are defined.
-
-    ``graph`` takes the saved values with the indices ``saved``, then the defined tangents; its outputs are the
-    gradients of the inputs ``gradient_of``.
-    """
-
-    graph: fx.GraphModule
-    saved: tuple[int, ...]
-    gradient_of: tuple[int, ...]
-
-
-def outputs_without_gradient(joint: JointGraph, defined: tuple[bool, ...]) -> list[int]:
-    """The user outputs to which no gradient flows, where only some tangents are defined.
-
-    Raises:
-        CannotPlan: if the update of a mutated input has no gradient.
-    """
-    infos = joint.metadata.output_info
-    bases = (aot.OutputType.alias_of_intermediate, aot.OutputType.alias_of_intermediate_save_as_output)
-    found: set[int] = set()
-    for k, is_defined in enumerate(defined):
-        spec = joint.outputs[joint.tangent_of[k]]
-        if is_defined:
-            continue
-        if spec.kind is OutputKind.USER_OUTPUT:
-            found.add(spec.index)
-            kinds: tuple[Any, ...] = (aot.OutputType.alias_of_intermediate_base_is_user_output,)
-        elif spec.kind is OutputKind.INTERMEDIATE_BASE:
-            kinds = bases
-        else:
-            raise CannotPlan("no gradient flows into an input that was changed in place")
-        found.update(i for i, info in enumerate(infos) if info.output_type in kinds and info.base_idx == spec.index)
-    return sorted(found)
-
-
-def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
-    """A backward over the plan's saved values for fewer outputs.
-
-    ``narrowed`` is the joint graph of the same program with some outputs detached. Its forward part computes the same
-    values in the same way, so its backward can start from the values that the plan's forward has saved.
-
-    Raises:
-        CannotPlan: if it needs a value that was not saved.
-    """
-    numbers = _Numbering()
-    original = {node.name: number for node, number in numbers.of(plan.joint.gm.graph).items()}
-    found: dict[int, fx.Node] = {}
-    numbered = numbers.of(narrowed.gm.graph)
-    for node, number in numbered.items():
-        found.setdefault(number, node)
-    tangents = narrowed.gm.graph.find_nodes(op="placeholder")[len(plan.inputs) :]
-    gradients = output_args(narrowed.gm)[narrowed.num_forward :]
-    gradient_of = tuple(i for i, value in enumerate(gradients) if value is not None)
-    first_of: dict[fx.Node, int] = {}  # two saved values can be one value under two names
-    for k, name in enumerate(plan.saved_names):
-        if original[name] in found:  # else it was for another output
-            first_of.setdefault(found[original[name]], k)
-    for node, number in numbered.items():  # and what was saved stands for every node that computes it
-        if found[number] in first_of and node is not found[number]:
-            node.replace_all_uses_with(found[number])
-    try:
-        graph = aot.extract(narrowed.gm, [*first_of, *tangents], [gradients[i] for i in gradient_of])
-    except AssertionError as error:
-        raise CannotPlan(f"the backward of some of the outputs needs more than was saved: {error}") from error
-    graph = _own_memory(graph)
-    drawn = {original[node.name] for node in random_nodes(plan.forward)}
-    _drop_forward_draws(graph, {node.name for node in random_nodes(narrowed.gm) if numbered[node] in drawn})
-    _views_that_may_copy(graph)
-    return PartialBackward(graph, tuple(first_of.values()), gradient_of)
-
-
-class _Numbering:
-    """Numbers values: nodes of two graphs with the same inputs get the same number if they compute the same value.
-
-    The k-th random op of one graph is the k-th of the other; detaching a value does not change it.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-
-    def of(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        numbers: dict[fx.Node, int] = {}
-        inputs = randoms = 0
-        for node in graph.nodes:
-            key: Any
-            if node.op == "placeholder":
-                key, inputs = ("input", inputs), inputs + 1
-            elif node.target is torch.ops.aten.detach.default:
-                numbers[node] = numbers[node.args[0]]
-                continue
-            elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                key, randoms = ("random", randoms), randoms + 1
-            else:
-                key = (
-                    node.op,
-                    node.target,
-                    *(repr(fx.map_arg(a, lambda n: f"%{numbers[n]}")) for a in (node.args, node.kwargs)),
-                )
-            numbers[node] = self._numbers.setdefault(key, len(self._numbers))
-        return numbers

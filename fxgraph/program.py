@@ -19,7 +19,7 @@ from torch import fx
 
 import passes
 
-from . import engines, plan, replay, trace, verifying, weight_casts
+from . import effects, engines, partial, plan, replay, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
@@ -99,7 +99,7 @@ class Program:
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._autocast = AutocastState.now()
         self.autocasts = weight_casts.autocasts(self.graph)
-        self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], plan.PartialBackward]] = (
+        self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], partial.PartialBackward]] = (
             weakref.WeakKeyDictionary()
         )
         ALIVE.add(self)
@@ -190,17 +190,17 @@ class Program:
         with torch.enable_grad(), self._autocast.again():
             return tuple(capture.graph.forward(*inputs))
 
-    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> plan.PartialBackward:
+    def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> partial.PartialBackward:
         """See :class:`fxgraph.replay.Runner`."""
         known = self._partial.setdefault(capture, {})
         if defined not in known:
             joint = capture.plan.joint
-            graph = trace.detach_outputs(capture.graph, plan.outputs_without_gradient(joint, defined))
+            graph = trace.detach_outputs(capture.graph, partial.outputs_without_gradient(joint, defined))
             with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
                 narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint), joint.cached)
             try:
-                known[defined] = plan.partial_backward(capture.plan, narrowed)
-            except plan.CannotPlan as error:
+                known[defined] = partial.partial_backward(capture.plan, narrowed)
+            except effects.CannotPlan as error:
                 raise ReplayError(
                     "partial-backward",
                     f"{self.name}: a backward in which only some outputs have a gradient",
@@ -293,7 +293,7 @@ class Program:
             planned = plan.make(joint)
         except TraceError as error:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
-        except plan.CannotPlan as error:
+        except effects.CannotPlan as error:
             raise RunEagerly(str(error)) from error
         if planned.mutated and trace.for_eager(graph) is not graph:
             raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")

@@ -17,7 +17,8 @@ import torch
 from ._torch_compat import aot
 from ._torch_compat.autograd import keep_graph, kernels_only, preserve_versions, will_run
 from .errors import DoubleBackwardError, ReplayError
-from .plan import PartialBackward, Plan
+from .partial import PartialBackward
+from .plan import Plan
 from .slots import Capture, Lease, Slot, compact, copy_all
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxgraph import partial as partials
 from fxgraph import plan as planning
 from fxgraph import trace
+from fxgraph.effects import CannotPlan
 from fxgraph.graphed import as_function
-from fxgraph.plan import CannotPlan, Plan
+from fxgraph.plan import Plan
 
 aten = torch.ops.aten
 
@@ -343,9 +345,9 @@ def test_a_backward_of_some_outputs_starts_from_the_values_that_were_saved(funct
     for defined in itertools.product([True, False], repeat=count):
         if all(defined) or not any(defined):
             continue
-        detached = planning.outputs_without_gradient(joint, defined)
+        detached = partials.outputs_without_gradient(joint, defined)
         narrowed = trace.export(trace.detach_outputs(found.graph, detached), found.specs, inputs)
-        partial = planning.partial_backward(plan, narrowed)
+        partial = partials.partial_backward(plan, narrowed)
         given = [s for s in plan.backward_inputs if s.kind != "tangent"]
         saved = [places[given[k].kind][given[k].index] for k in partial.saved]
         torch.manual_seed(7)

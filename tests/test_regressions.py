@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,63 @@ def test_gradients_that_do_not_need_a_parameter_that_was_changed(device: str) ->
                 torch.autograd.grad(loss, wanted, retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+VIEWS_OF_A_STORAGE = {
+    "all": (lambda base: base, 1),
+    "from the second row": (lambda base: base[1:], 0),
+    "every second column": (lambda base: base[:, ::2], 0),
+    "the first rows": (lambda base: base[:2], 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*as_strided reads the memory around:fxgraph.EagerFallbackWarning")
+@pytest.mark.parametrize("name", VIEWS_OF_A_STORAGE, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("function", [torch.as_strided, torch.as_strided_copy])
+def test_as_strided_of_an_input_that_is_part_of_a_storage(name: str, function: Any, device: str) -> None:
+    view, replays = VIEWS_OF_A_STORAGE[name]
+    x = view(torch.randn(4, 6, device=device))
+    graphed = fxgraph.make_graphed_callables(lambda x: function(x, (2, 2), (1, 2), 0) * 2, (x,))
+    x = view(torch.randn(4, 6, device=device))
+    torch.testing.assert_close(graphed(x), function(x, (2, 2), (1, 2), 0) * 2, rtol=0, atol=0)
+    assert fxgraph.stats(graphed).replays == replays
+
+
+def test_outputs_with_gaps_that_are_held_keep_their_strides(device: str) -> None:
+    a = torch.empty_strided((10, 10), (20, 2), device=device).normal_().requires_grad_()
+    b = torch.randn(10, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(lambda a, b: torch.diagonal_scatter(a, b), (a, b))
+    expected = torch.diagonal_scatter(a, b)
+    for held in [graphed(a, b) for _ in range(4)]:
+        torch.testing.assert_close(held, expected, rtol=0, atol=0, check_stride=True)
+
+
+FILLS = {
+    "normal_": (), "uniform_": (), "exponential_": (), "cauchy_": (), "log_normal_": (),
+    "geometric_": (0.3,), "bernoulli_": (0.3,),
+}  # fmt: skip
+LAYOUTS = {
+    "gaps": lambda x: x[..., ::2],
+    "transposed": lambda x: x.transpose(1, -1),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fills a tensor that:fxgraph.EagerFallbackWarning")
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("given", [True, False])
+def test_random_fills_of_tensors_in_other_layouts(fill: str, layout: str, given: bool, device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return getattr(x if given else x * 1, fill)(*FILLS[fill])
+
+    make = LAYOUTS[layout]
+    graphed = fxgraph.make_graphed_callables(function, (make(torch.zeros(2, 3, 4, 8, device=device)),))
+    results = []
+    for each in (function, graphed):
+        torch.manual_seed(3)
+        results.append(each(make(torch.zeros(2, 3, 4, 8, device=device))).clone())
+    assert torch.equal(*results)
 
 
 class UsedTwice(nn.Module):
