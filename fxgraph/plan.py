@@ -168,8 +168,7 @@ def make(joint: JointGraph) -> Plan:
         forward, backward = joint.gm, None
     refuse_reads_beyond(joint, specs)
     forward = passes.DrawInPlace()(forward).graph_module
-    for region in filter(None, (forward, backward)):
-        refuse_other_draws(region)
+    refuse_other_draws(forward)
     results = output_args(forward)
     returned, saved = results[: joint.num_forward], results[joint.num_forward :]
 
@@ -302,6 +301,7 @@ def _plan_backward(
     backward.graph.output_node().args = (tuple(value for value in gradients if value is not None),)
     backward = own_memory(backward)
     drop_forward_draws(backward, drawn)
+    refuse_other_draws(backward)
     views_that_may_copy(backward)
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
 

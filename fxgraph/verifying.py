@@ -55,7 +55,9 @@ class Twin:
     def check_forward(self, slot: Slot, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> None:
         """Compare what a replay gave and changed."""
         engine, device = self.capture.engine, self.capture.device
-        with engine.from_random_state(device, self._random_state):
+        # The user's own hooks for saved tensors (a checkpoint's, say) must not meet those of this second call.
+        plainly = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with plainly, engine.from_random_state(device, self._random_state):
             self.outputs = tuple(self.capture.graph.forward(*self.inputs))
             drawn = engine.random_state(device)
         problem = next(self._differences(inputs, outputs), None)
