@@ -44,7 +44,7 @@ class Loop:
             self._before_forward()
         with self._task.context():
             loss = loss_of(self._parts, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def checked_step(self, i: int) -> Sequence[Tensor | None]:
         """See :class:`Runner`."""
@@ -100,7 +100,7 @@ class Bare:
             leaf.grad = None
         with self._task.context():
             loss = loss_of(self._task.parts, inputs)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self, i: int) -> None:
         """See :class:`Runner`."""
@@ -147,11 +147,17 @@ def _eager(task: Task) -> Runner:
 
 
 def _torch_graphed(task: Task) -> Runner:
+    return _graphed(task, torch.cuda.make_graphed_callables)
+
+
+def _fxgraph(task: Task, options: Mapping[str, Any] | None = None) -> Runner:
+    return _graphed(task, functools.partial(fxgraph.make_graphed_callables, options=options))
+
+
+def _graphed(task: Task, graph: Callable[..., Any]) -> Runner:
     samples = task.samples()
     with task.context():
-        if len(task.parts) == 1:
-            return Loop(task, (torch.cuda.make_graphed_callables(task.parts[0], samples[0]),))
-        return Loop(task, torch.cuda.make_graphed_callables(task.parts, samples))
+        return Loop(task, graph(task.parts, samples) if len(samples) > 1 else (graph(task.parts[0], samples[0]),))
 
 
 def _compiled(task: Task, before_forward: Callable[[], None] | None = None, **how: Any) -> Runner:
@@ -161,14 +167,6 @@ def _compiled(task: Task, before_forward: Callable[[], None] | None = None, **ho
 def _in_trees(task: Task, **how: Any) -> Runner:
     # CUDA graph trees must know where a step begins: torch.compiler.cudagraph_mark_step_begin's own page.
     return _compiled(task, torch.compiler.cudagraph_mark_step_begin, **how)
-
-
-def _fxgraph(task: Task, options: Mapping[str, Any] | None = None) -> Runner:
-    samples = task.samples()
-    with task.context():
-        if len(task.parts) == 1:
-            return Loop(task, (fxgraph.make_graphed_callables(task.parts[0], samples[0], options=options),))
-        return Loop(task, fxgraph.make_graphed_callables(task.parts, samples, options=options))
 
 
 def _with_options(name: str, **options: Any) -> Contestant:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import statistics
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from contestants import Contestant, Loop, Runner
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint_sequential
 from workloads import Task, Workload
 
 import fxgraph
@@ -77,19 +79,15 @@ class Measured:
         self._run(SETUP_CYCLES * self.cycle)
         self._wait()
         setup_s = time.perf_counter() - start
-        peak = torch.cuda.max_memory_reserved() - before if self._cuda else 0
         self._clean()
         start = time.perf_counter()
         self._run(self.cycle)
         self._wait()
         step_s = (time.perf_counter() - start) / self.cycle
-        self.set_up = SetUp(
-            setup_s,
-            step_s,
-            self.gradient_error(),
-            (self._reserved() - before) / MIB if self._cuda else None,
-            max(peak, torch.cuda.max_memory_reserved() - before) / MIB if self._cuda else None,
-        )
+        held: tuple[float | None, float | None] = (None, None)
+        if self._cuda:  # before the comparison of gradients, which takes memory too
+            held = (self._reserved() - before) / MIB, (torch.cuda.max_memory_reserved() - before) / MIB
+        self.set_up = SetUp(setup_s, step_s, self.gradient_error(), *held)
 
     @property
     def cycle(self) -> int:
@@ -173,9 +171,18 @@ class Measured:
 
 
 def reference_gradients(task: Task) -> list[list[Tensor | None]]:
-    """For each checked batch the gradients of all leaves, computed in float64, kept on the CPU."""
+    """For each checked batch the gradients of all leaves, computed in float64, kept on the CPU.
+
+    Layers of a sequence are checkpointed: in float64 twelve large blocks at once would fill the card.
+    """
     exact = task.in_float64()
-    loop = Loop(exact, exact.parts)
+    parts = [
+        functools.partial(checkpoint_sequential, part, len(part), use_reentrant=False)
+        if isinstance(part, torch.nn.Sequential)
+        else part
+        for part in exact.parts
+    ]
+    loop = Loop(exact, parts)
     return [
         [None if gradient is None else gradient.cpu() for gradient in loop.checked_step(i)]
         for i in range(len(exact.batches))

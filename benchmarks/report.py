@@ -46,7 +46,7 @@ def _summary(run: Mapping[str, Any]) -> str:
             else:
                 cells.append(_number(entry[key], 2) + (" wrong" if entry["status"] == "wrong" else ""))
         rows.append([workload, *cells])
-    return tabulate(rows, ["workload", *names], disable_numparse=True, stralign="right", colalign=("left",))
+    return str(tabulate(rows, ["workload", *names], disable_numparse=True, stralign="right", colalign=("left",)))
 
 
 def _details(workload: Mapping[str, Any], device: str) -> str:
@@ -69,7 +69,7 @@ def _details(workload: Mapping[str, Any], device: str) -> str:
     headers += ["reserved MiB", "peak MiB"] if cuda else []
     headers += ["set-up s", "grad error", "remarks"]
     widths = [None] * (len(headers) - 1) + [70]
-    return tabulate(rows, headers, disable_numparse=True, maxcolwidths=widths, colalign=("left",))
+    return str(tabulate(rows, headers, disable_numparse=True, maxcolwidths=widths, colalign=("left",)))
 
 
 def _with_quartiles(value: Mapping[str, float] | None) -> str:

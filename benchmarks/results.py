@@ -41,21 +41,22 @@ class Entry:
         """The contestant raised, or its process died."""
         self.status, self.message = "failed", message
 
-    def judge(self, bound: float) -> None:
-        """Wrong, if a gradient is further from float64's than the bound."""
-        if self.status == "ok" and self.gradient_error is not None and not self.gradient_error <= bound:
-            self.status = "wrong"
-            how = (
-                f"{self.gradient_error:.2g} (bound {bound:.2g})" if math.isfinite(self.gradient_error) else "no number"
-            )
-            self.message = f"gradient error {how}"
+    def verdict(self, bound: float) -> tuple[str, str]:
+        """Status and message: ``wrong``, if a gradient is further from float64's than the bound."""
+        error = self.gradient_error
+        if self.status != "ok" or error is None or error <= bound:
+            return self.status, self.message
+        if not math.isfinite(error):
+            return "wrong", "a gradient is missing, unexpected or NaN"
+        return "wrong", f"gradient error {error:.2g} (bound {bound:.2g})"
 
-    def as_json(self, bare: Entry | None, eager: Entry | None, bound: float | None) -> dict[str, Any]:
+    def as_json(self, bare: Entry | None, eager: Entry | None, bound: float) -> dict[str, Any]:
         """This entry as the JSON has it."""
         error = self.gradient_error
+        status, message = self.verdict(bound if self is not eager else math.inf)
         return {
-            "status": self.status,
-            "message": self.message,
+            "status": status,
+            "message": message,
             "notes": self.notes,
             "wall_us": spread(list(self.wall_us.values())),
             "host_us": spread(list(self.host_us.values())),
@@ -97,12 +98,9 @@ def gradient_bound(eager: Entry | None) -> float:
 
 
 def workload_as_json(description: str, entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """A workload as the JSON has it. Judges the entries."""
+    """A workload as the JSON has it."""
     bare, eager = entries.get("bare"), entries.get("eager")
     bound = gradient_bound(eager)
-    for name, entry in entries.items():
-        if name != "eager":
-            entry.judge(bound)
     return {
         "description": description,
         "contestants": {name: entry.as_json(bare, eager, bound) for name, entry in entries.items()},

@@ -36,7 +36,7 @@ class Task:
     checked: int = 4
 
     def context(self) -> AbstractContextManager[object]:
-        """The context of forward and loss. Without autocast's cache, which torch.cuda.make_graphed_callables refuses."""
+        """The context of forward and loss. No autocast cache: torch.cuda.make_graphed_callables refuses it."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.batches[0][0].device.type, dtype=self.autocast, cache_enabled=False)
@@ -150,7 +150,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) -> (n, outputs, h / stride, w / stride)."""
         y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        result: Tensor = F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        return result
 
 
 def resnet18() -> nn.Sequential:
@@ -218,7 +219,8 @@ class Guarded(nn.Module):
         x = self.first(x)
         if x.detach().abs().amax().item() > 1e4:
             x = x / 2
-        return self.second(x)
+        result: Tensor = self.second(x)
+        return result
 
 
 class UnrolledLstm(nn.Module):
