@@ -78,16 +78,21 @@ def _change(workload: str, name: str, old: Any, new: Any, percent: float) -> Cha
         what = "worse" if states[0] == "ok" else "better" if states[1] == "ok" else "same"
         if states[1] in ("wrong", "failed") and states[0] != states[1]:
             what = "worse"  # new here, and not right
-        texts = [f"{state}: {entry['message']}" if entry and entry["message"] else state for entry, state in
-                 zip((old, new), states, strict=True)]  # fmt: skip
-        return Change(workload, name, what, "status", *texts)
+        first, second = (_state(entry) for entry in (old, new))
+        return Change(workload, name, what, "status", first, second)
     for key in ("ratio_to_bare", "ratio_to_eager"):
         if old[key] and new[key]:
-            first, second = old[key]["median"], new[key]["median"]
-            grown = (second / first - 1) * 100
+            before, after = old[key]["median"], new[key]["median"]
+            grown = (after / before - 1) * 100
             what = "worse" if grown > percent else "better" if grown < -percent else "same"
-            return Change(workload, name, what, key.replace("_", " "), f"{first:.3f}", f"{second:.3f}", grown)
+            return Change(workload, name, what, key.replace("_", " "), f"{before:.3f}", f"{after:.3f}", grown)
     return Change(workload, name, "worse", "no ratio", "ok", "cannot be compared")
+
+
+def _state(entry: Any) -> str:
+    if not entry:
+        return "missing"
+    return f"{entry['status']}: {entry['message']}" if entry["message"] else str(entry["status"])
 
 
 def main() -> int:

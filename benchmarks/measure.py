@@ -26,6 +26,9 @@ MIB = 2**20
 SETUP_CYCLES = 3
 """Passes over all batches that belong to the set-up: CUDA graph trees warm up, record and replay at the first three."""
 
+SLOW_SETUP_S = 30.0
+"""No further pass once the set-up has taken so long: a contestant that compiles or captures at every call never ends."""
+
 SMALL_GRADIENT = 1e-3
 """A tensor's gradients are compared relative to its own largest one, but at least to this share of the largest of all:
 some gradients are zero in exact arithmetic (a key's bias in attention), and of these only rounding is left."""
@@ -76,8 +79,11 @@ class Measured:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         self._runner: Runner = contestant.prepare(self._task)
-        self._run(SETUP_CYCLES * self.cycle)
-        self._wait()
+        for _ in range(SETUP_CYCLES):
+            self._run(self.cycle)
+            self._wait()
+            if time.perf_counter() - start > SLOW_SETUP_S:
+                break
         setup_s = time.perf_counter() - start
         self._clean()
         start = time.perf_counter()
@@ -99,17 +105,17 @@ class Measured:
         found = [gradient_error(self._runner.checked_step(i), expected) for i, expected in enumerate(self._expected)]
         return max(found)
 
-    def round(self, steps: int) -> Round:
-        """Time ``steps`` steps, a multiple of the cycle, after one cycle that is not timed.
+    def round(self, warm_steps: int, steps: int, host_steps: int) -> Round:
+        """Time steps, after some that are not timed.
 
-        Wall: CUDA events around all of them, so that host and device overlap as they do in training. Host: for each of
-        at most two cycles' (but at least 8) steps the time until all of it is launched, with an idle device at its
-        beginning, so that no full queue holds the host up; the median of these.
+        Wall: CUDA events around ``steps`` of them, so that host and device overlap as they do in training. Host: for
+        each of ``host_steps`` steps the time until all of it is launched, with an idle device at its beginning, so that
+        no full queue holds the host up; the median of these.
         """
         gc.collect()
         gc.disable()  # a collection in one contestant's round and not in another's would be noise
         try:
-            self._run(self.cycle)
+            self._run(warm_steps)
             self._wait()
             if not self._cuda:
                 begin = time.perf_counter()
@@ -121,7 +127,7 @@ class Measured:
             end.record()
             end.synchronize()
             wall_us = start.elapsed_time(end) / steps * 1e3
-            return Round(wall_us, self._host_us(max(2 * self.cycle, 8)))
+            return Round(wall_us, self._host_us(host_steps))
         finally:
             gc.enable()
 

@@ -131,7 +131,7 @@ def plot(run: Mapping[str, Any], folder: Path) -> list[Path]:
                 drawn.add(name)
     axes.axvline(1, color="grey", linewidth=1, zorder=0)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="x", alpha=0.3)

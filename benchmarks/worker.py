@@ -83,9 +83,9 @@ class Worker:
         self._measured[name] = measured
         return {**dataclasses.asdict(measured.set_up), "cycle": measured.cycle}
 
-    def round(self, name: str, steps: int) -> dict[str, Any]:
+    def round(self, name: str, *steps: int) -> dict[str, Any]:
         """One round of a contestant."""
-        return dataclasses.asdict(self._measured[name].round(steps))
+        return dataclasses.asdict(self._measured[name].round(*steps))
 
     def finish(self, name: str) -> dict[str, Any]:
         """Check the gradients once more, now that many steps have been taken."""

@@ -132,7 +132,8 @@ class Block(nn.Module):
         n, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4).unbind()
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Residual(nn.Module):
@@ -288,12 +289,6 @@ WORKLOADS = {
             _GPU,
             lambda: _task(nn.Sequential(*_blocks(12, 256, 4)), shape=(4, 64, 256)),
         ),
-        Workload(
-            "blocks12-each",
-            "the same 12 blocks, each graphed on its own",
-            _GPU,
-            lambda: _task(*_blocks(12, 256, 4), shape=(4, 64, 256)),
-        ),
         Workload("blocks12-bf16", "12 transformer blocks, d 1024, 8×512 tokens, bf16", _GPU, _large_blocks),
         Workload("resnet18", "ResNet-18, batch 8, 224×224, channels_last, bf16 autocast", _GPU, _resnet),
         Workload("large-input", "one input of 256 MiB, little work", _GPU, _large_input),
@@ -310,6 +305,12 @@ WORKLOADS = {
             "6-layer MLP, 256 wide, a branch on .item() in the middle",
             _GPU,
             lambda: _task(Guarded(mlp(3, 256), mlp(3, 256)), shape=(64, 256)),
+        ),
+        Workload(
+            "blocks12-each",
+            "the 12 blocks of blocks12, each graphed on its own",
+            _GPU,
+            lambda: _task(*_blocks(12, 256, 4), shape=(4, 64, 256)),
         ),
         Workload(
             "mlp6-narrow", "6-layer MLP, 64 wide, batch 64, fp32", _CPU, lambda: _task(mlp(6, 64), shape=(64, 64))
