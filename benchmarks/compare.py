@@ -201,8 +201,9 @@ class Comparison:
         for r in range(self.arguments.rounds):
             if r >= LEAST_ROUNDS and time.monotonic() > end:
                 break
-            # Whoever has used up half of the budget alone is not asked again: it would take the time of the others.
-            running = [n for n in running if entries[n].status == "ok" and spent_s[n] < self.arguments.seconds / 2]
+            # A slow one that has used up half of the budget is not asked again: it would take the time of the others.
+            slow = {name for name in running if plans[name][0] == 0 and spent_s[name] > self.arguments.seconds / 2}
+            running = [name for name in running if entries[name].status == "ok" and name not in slow]
             self._random.shuffle(running)
             for name in running:
                 progress.set_description(f"{workload.name}, round {r + 1}, {name}", refresh=False)

@@ -27,7 +27,7 @@ SETUP_CYCLES = 3
 """Passes over all batches that belong to the set-up: CUDA graph trees warm up, record and replay at the first three."""
 
 SLOW_SETUP_S = 30.0
-"""No further pass once the set-up has taken so long: a contestant that compiles or captures at every call never ends."""
+"""No further pass once the set-up has taken so long: who compiles or captures at every call would never end."""
 
 SMALL_GRADIENT = 1e-3
 """A tensor's gradients are compared relative to its own largest one, but at least to this share of the largest of all:
