@@ -24,7 +24,7 @@ from typing import Any
 
 import report
 from contestants import CONTESTANTS
-from processes import WorkerProcess
+from processes import NO_ANSWER, WorkerProcess
 from results import FORMAT, Entry, workload_as_json
 from tqdm import tqdm
 from workloads import WORKLOADS, Workload
@@ -102,6 +102,7 @@ class Comparison:
         self.arguments = arguments
         self._end = time.monotonic() + arguments.limit
         self._random = random.Random(0)
+        self._skipped = False
         self.run: dict[str, Any] = {
             "format": FORMAT,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -123,7 +124,6 @@ class Comparison:
         """Measure the workloads in turn; what the time limit leaves out is skipped and says so."""
         arguments = self.arguments
         work = len(arguments.workloads) * len(arguments.contestants) * (1 + arguments.rounds)
-        skipped = False
         with (
             tempfile.TemporaryDirectory(prefix="fxgraph-compare-") as scratch,
             tqdm(total=work, unit="round", disable=None, mininterval=0.5) as progress,
@@ -133,12 +133,12 @@ class Comparison:
                 if time.monotonic() < self._end:
                     self._measure(WORKLOADS[name], entries, Path(scratch), progress)
                 else:
-                    skipped = True
+                    self._skipped = True
                     for entry in entries.values():
                         entry.message = "time limit"
                 self._store(name, entries)
                 progress.update((done + 1) * len(entries) * (1 + arguments.rounds) - progress.n)
-        self.run["complete"] = not skipped
+        self.run["complete"] = not self._skipped
         self.save()
 
     def _store(self, name: str, entries: dict[str, Entry]) -> None:
@@ -179,6 +179,10 @@ class Comparison:
                     progress.update(len(team.names))
 
                 list(threads.map(set_up, teams))
+            for entry in entries.values():
+                if entry.status == "failed" and entry.message.startswith(NO_ANSWER) and self._end < time.monotonic():
+                    entry.status, entry.message = "skipped", "time limit"
+                    self._skipped = True
             self._store(workload.name, entries)
             team_of = {name: team for team in teams for name in team.names}
             self._rounds(workload, entries, team_of, progress)
@@ -267,7 +271,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", type=_names(WORKLOADS), help="comma-separated (default: all of the device)")
     parser.add_argument("--contestants", type=_names(CONTESTANTS), help="comma-separated (default: all of the device)")
     parser.add_argument("--rounds", type=_positive(int), help="rounds per workload (default: 15; quick: 5)")
-    parser.add_argument("--seconds", type=_positive(float), help="measuring per workload (default: 8; quick: 1)")
+    parser.add_argument("--seconds", type=_positive(float), help="measuring per workload (default: 6; quick: 1)")
     parser.add_argument("--limit", type=_positive(float), default=470.0, help="seconds for everything (%(default)s)")
     parser.add_argument("--jobs", type=_positive(int), help="set-ups at a time (default: 1 per 4 cores, at most 4)")
     parser.add_argument("--together", action="store_true", help="all contestants of a workload in one process")
@@ -281,7 +285,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         name for name, contestant in CONTESTANTS.items() if arguments.device in contestant.devices
     ]
     arguments.rounds = arguments.rounds or (5 if arguments.quick else 15)
-    arguments.seconds = arguments.seconds or (1.0 if arguments.quick else 8.0)
+    arguments.seconds = arguments.seconds or (1.0 if arguments.quick else 6.0)
     arguments.jobs = arguments.jobs or min(4, max(1, (os.cpu_count() or 1) // 4))
     return arguments
 

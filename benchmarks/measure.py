@@ -94,6 +94,8 @@ class Measured:
         if self._cuda:  # before the comparison of gradients, which takes memory too
             held = (self._reserved() - before) / MIB, (torch.cuda.max_memory_reserved() - before) / MIB
         self.set_up = SetUp(setup_s, step_s, self.gradient_error(), *held)
+        gc.collect()
+        gc.freeze()  # what torch and the compilers have left need not be looked through before every round
 
     @property
     def cycle(self) -> int:

@@ -10,6 +10,9 @@ from typing import Any
 
 import worker
 
+NO_ANSWER = "no answer within"
+"""How the message of a process that took too long begins."""
+
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would take over CUDA's and OpenMP's state
 
 
@@ -48,7 +51,7 @@ class WorkerProcess:
         try:
             if not self._connection.poll(max(0.0, timeout_s)):
                 self.end(grace_s=0)
-                return {"error": f"no answer within {timeout_s:.0f} s", "lost": "ended"}
+                return {"error": f"{NO_ANSWER} {timeout_s:.0f} s", "lost": "ended"}
             reply: dict[str, Any] = self._connection.recv()
         except (EOFError, OSError):
             return self._died()
