@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from workloads import Batch, Task, like, loss_of
+from workloads import Batch, Task, like
 
 import fxgraph
 
@@ -43,7 +43,7 @@ class Loop:
         if self._before_forward is not None:
             self._before_forward()
         with self._task.context():
-            loss = loss_of(self._parts, batch)
+            loss = self._task.loss(self._parts, batch)
         loss.backward()
 
     def checked_step(self, i: int) -> Sequence[Tensor | None]:
@@ -99,7 +99,7 @@ class Bare:
         for leaf in leaves:
             leaf.grad = None
         with self._task.context():
-            loss = loss_of(self._task.parts, inputs)
+            loss = self._task.loss(self._task.parts, inputs)
         loss.backward()
 
     def step(self, i: int) -> None:

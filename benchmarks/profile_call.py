@@ -86,7 +86,7 @@ class TimedStep:
         return values[0]
 
     def _loss(self, result: Tensor) -> Tensor:
-        return result.float().square().mean()
+        return self._task.distance(result)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -28,12 +28,14 @@ class Task:
         batches: what the steps run on in turn. More than one, so that no contestant may skip copying its input.
         autocast: the dtype of autocast, or None.
         checked: how many of the batches have their gradients compared with float64's.
+        targets: of the loss, by shape; made at their first use.
     """
 
     parts: tuple[nn.Module, ...]
     batches: tuple[Batch, ...]
     autocast: torch.dtype | None = None
     checked: int = 4
+    targets: dict[torch.Size, Tensor] = dataclasses.field(default_factory=dict)
 
     def context(self) -> AbstractContextManager[object]:
         """The context of forward and loss. No autocast cache: torch.cuda.make_graphed_callables refuses it."""
@@ -48,6 +50,27 @@ class Task:
     def leaves(self, batch: Batch) -> list[Tensor]:
         """Everything that has a gradient after a step on this batch."""
         return [*self.parameters(), *(tensor for tensor in batch if tensor.requires_grad)]
+
+    def loss(self, parts: Sequence[Callable[..., Tensor]], batch: Batch) -> Tensor:
+        """The loss of a step: mean squared distance of the last part's result from random numbers, in float32.
+
+        (In float64 if the result is.) Not from zero: the gradient of that nearly vanishes behind BatchNorm, and what
+        bfloat16 leaves of it is mostly rounding.
+        """
+        values = batch
+        for part in parts:
+            values = (part(*values),)
+        return self.distance(values[0])
+
+    def distance(self, result: Tensor) -> Tensor:
+        """The loss for a result of the last part."""
+        target = self.targets.get(result.shape)
+        if target is None:
+            numbers = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+            target = self.targets[result.shape] = numbers.to(result.device)
+        if result.dtype == torch.float64:
+            target = target.double()
+        return F.mse_loss(result.to(target.dtype), target)
 
     def samples(self) -> tuple[Batch, ...]:
         """Arguments for graphing each part: memory of their own, with the look of the first batch."""
@@ -71,15 +94,6 @@ class Task:
 def like(batch: Batch) -> Batch:
     """A copy in memory of its own, each tensor with the same layout and ``requires_grad``."""
     return tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in batch)
-
-
-def loss_of(parts: Sequence[Callable[..., Tensor]], batch: Batch) -> Tensor:
-    """The loss of a step: mean of squares of the last part's result, in float32 (in float64 if the result is)."""
-    values = batch
-    for part in parts:
-        values = (part(*values),)
-    result = values[0]
-    return (result if result.dtype == torch.float64 else result.float()).square().mean()
 
 
 @dataclasses.dataclass(frozen=True)
