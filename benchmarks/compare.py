@@ -61,14 +61,16 @@ class Team:
     def set_up(self, entries: dict[str, Entry], timeout_s: float) -> None:
         """Set up all contestants that have not failed."""
         end = time.monotonic() + timeout_s
-        waiting = [name for name in self.names if entries[name].status != "failed"]
+        waiting = self._left(entries)
         while waiting:
             name = waiting.pop(0)
             reply = self._process.ask("set_up", name, timeout_s=end - time.monotonic())
             if "error" in reply:
                 entries[name].fail(reply["error"])
                 if "lost" in reply and self._restart(entries):
-                    waiting = [other for other in self.names if entries[other].status != "failed"]
+                    waiting = self._left(entries)
+            elif "not available" in reply:
+                entries[name].status, entries[name].message = "not available", reply["not available"]
             else:
                 entries[name].status, entries[name].set_up = "ok", reply
                 entries[name].gradient_error = reply["gradient_error"]
@@ -83,8 +85,11 @@ class Team:
             self.set_up(entries, SETUP_LIMIT_S)
         return None
 
+    def _left(self, entries: dict[str, Entry]) -> list[str]:
+        return [name for name in self.names if entries[name].status not in ("failed", "not available")]
+
     def _restart(self, entries: dict[str, Entry]) -> bool:
-        if all(entries[name].status == "failed" for name in self.names):
+        if not self._left(entries):
             return False
         self._process.end(grace_s=0)
         self._process = self._start()
@@ -103,6 +108,7 @@ class Comparison:
         self._end = time.monotonic() + arguments.limit
         self._random = random.Random(0)
         self._skipped = False
+        self._not_available: dict[str, str] = {}
         self.run: dict[str, Any] = {
             "format": FORMAT,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -155,11 +161,10 @@ class Comparison:
     def _measure(self, workload: Workload, entries: dict[str, Entry], scratch: Path, progress: tqdm[Any]) -> None:
         here = []
         for name, entry in entries.items():
-            reason = CONTESTANTS[name].not_available()
-            if reason is None and self.arguments.device not in CONTESTANTS[name].devices:
-                reason = f"not on {self.arguments.device}"
-            if reason is not None:
-                entry.status, entry.message = "not available", reason
+            if self.arguments.device not in CONTESTANTS[name].devices:
+                entry.status, entry.message = "not available", f"not on {self.arguments.device}"
+            elif name in self._not_available:
+                entry.status, entry.message = "not available", self._not_available[name]
             else:
                 here.append(name)
         groups = [here] if self.arguments.together else [[name] for name in here]
@@ -179,7 +184,10 @@ class Comparison:
                     progress.update(len(team.names))
 
                 list(threads.map(set_up, teams))
-            for entry in entries.values():
+            for name, entry in entries.items():
+                if entry.status == "not available":
+                    self._not_available[name] = entry.message  # nor for the next workload
+                self.run["machine"] |= entry.set_up.get("machine", {})
                 if entry.status == "failed" and entry.message.startswith(NO_ANSWER) and self._end < time.monotonic():
                     entry.status, entry.message = "skipped", "time limit"
                     self._skipped = True

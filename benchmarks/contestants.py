@@ -1,17 +1,20 @@
-"""Who is measured: each contestant turns a task into something that takes training steps."""
+"""Who is measured: each contestant turns a task into something that takes training steps.
+
+Nothing here imports fxgraph or Dynamo before a contestant asks for it, so that eager and the bare replay are measured
+in processes that have seen neither.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from workloads import Batch, Task, like
-
-import fxgraph
 
 
 class Runner(Protocol):
@@ -124,6 +127,7 @@ class Contestant:
         name: how tables and the JSON call it; names of fxgraph's own begin with ``fxgraph``.
         devices: kinds of device on which it takes part.
         prepare: makes the runner.
+        modules: what it imports; not part of the set-up that is timed.
         options: options of fxgraph that it needs.
     """
 
@@ -131,10 +135,20 @@ class Contestant:
     description: str
     devices: tuple[str, ...]
     prepare: Callable[[Task], Runner]
+    modules: tuple[str, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def load(self) -> None:
+        """Import what the contestant needs."""
+        for name in self.modules:
+            importlib.import_module(name)
 
     def not_available(self) -> str | None:
         """Why this contestant cannot take part, if ``fxgraph.Options`` does not accept its options."""
+        if not self.options:
+            return None
+        import fxgraph
+
         try:
             fxgraph.Options.of(dict(self.options))
         except fxgraph.OptionError:
@@ -151,6 +165,8 @@ def _torch_graphed(task: Task) -> Runner:
 
 
 def _fxgraph(task: Task, options: Mapping[str, Any] | None = None) -> Runner:
+    import fxgraph
+
     return _graphed(task, functools.partial(fxgraph.make_graphed_callables, options=options))
 
 
@@ -171,10 +187,12 @@ def _in_trees(task: Task, **how: Any) -> Runner:
 
 def _with_options(name: str, **options: Any) -> Contestant:
     description = "fxgraph.make_graphed_callables, " + ", ".join(f"{key}={value!r}" for key, value in options.items())
-    return Contestant(name, description, _BOTH, functools.partial(_fxgraph, options=options), options)
+    return Contestant(name, description, _BOTH, functools.partial(_fxgraph, options=options), _FXGRAPH, options)
 
 
 _GPU, _CPU, _BOTH = ("cuda",), ("cpu",), ("cuda", "cpu")
+_FXGRAPH = ("fxgraph",)  # imports Dynamo, and registers the backend "graphed" where fxgraph is not installed
+_COMPILE = ("torch._dynamo", "torch._inductor.compile_fx")
 
 CONTESTANTS = {
     contestant.name: contestant
@@ -187,22 +205,29 @@ CONTESTANTS = {
             'torch.compile(backend="cudagraphs")',
             _GPU,
             functools.partial(_in_trees, backend="cudagraphs"),
+            _COMPILE,
         ),
         Contestant(
             "reduce-overhead",
             'torch.compile(mode="reduce-overhead")',
             _GPU,
             functools.partial(_in_trees, mode="reduce-overhead"),
+            _COMPILE,
         ),
         Contestant(
-            "inductor", 'torch.compile(backend="inductor")', _CPU, functools.partial(_compiled, backend="inductor")
+            "inductor",
+            'torch.compile(backend="inductor")',
+            _CPU,
+            functools.partial(_compiled, backend="inductor"),
+            _COMPILE,
         ),
-        Contestant("fxgraph", "fxgraph.make_graphed_callables", _BOTH, _fxgraph),
+        Contestant("fxgraph", "fxgraph.make_graphed_callables", _BOTH, _fxgraph, _FXGRAPH),
         Contestant(
             "fxgraph-compile",
             'torch.compile(backend="graphed")',
             _BOTH,
             functools.partial(_compiled, backend="graphed"),
+            _FXGRAPH,
         ),
         _with_options("fxgraph-inductor", kernels="inductor"),
         _with_options("fxgraph-in_graph", grads="in_graph"),

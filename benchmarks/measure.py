@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,6 @@ from contestants import Contestant, Loop, Runner
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint_sequential
 from workloads import Task, Workload
-
-import fxgraph
 
 MIB = 2**20
 SETUP_CYCLES = 3
@@ -70,6 +69,7 @@ class Measured:
 
     def __init__(self, workload: Workload, contestant: Contestant, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        contestant.load()
         before = self._reserved()
         self._task = workload.make(device)
         self._expected = reference_gradients(self._task)
@@ -136,12 +136,15 @@ class Measured:
     def notes(self) -> list[str]:
         """What a reader has to know about a figure: parts that ran eagerly, graph breaks, skipped CUDA graphs."""
         found = []
-        counts = fxgraph.stats()
-        if counts.eager_calls:
-            reasons = "; ".join(f"{count} × {reason}" for reason, count in counts.eager_reasons.items() if count)
-            found.append(f"{counts.eager_calls} calls ran eagerly: {reasons}")
-        found += [f"set aside: {reason}" for reason, count in counts.eager_reasons.items() if not count]
-        counters: Any = torch._dynamo.utils.counters
+        if "fxgraph" in sys.modules:
+            counts = sys.modules["fxgraph"].stats()
+            if counts.eager_calls:
+                reasons = "; ".join(f"{count} × {reason}" for reason, count in counts.eager_reasons.items() if count)
+                found.append(f"{counts.eager_calls} calls ran eagerly: {reasons}")
+            found += [f"set aside: {reason}" for reason, count in counts.eager_reasons.items() if not count]
+        if "torch._dynamo" not in sys.modules:
+            return found
+        counters: Any = sys.modules["torch._dynamo"].utils.counters
         breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
         if breaks:
             found.append(f"{breaks} graph break(s)")

@@ -1,7 +1,8 @@
 """A process that measures contestants of one workload and does what the driver says, over a pipe.
 
 Each command is a tuple ``(what, contestant's name, ...)``, each reply a dict: with ``error`` (one line) where the
-contestant failed, with ``lost`` too where the CUDA context is lost and the process ends.
+contestant failed, with ``lost`` too where the CUDA context is lost and the process ends, with ``not available`` where it
+needs options that fxgraph does not have.
 """
 
 from __future__ import annotations
@@ -79,9 +80,13 @@ class Worker:
         from contestants import CONTESTANTS
         from measure import Measured
 
+        reason = CONTESTANTS[name].not_available()
+        if reason is not None:
+            return {"not available": reason}
         measured = Measured(self._workload, CONTESTANTS[name], self._device)
         self._measured[name] = measured
-        return {**dataclasses.asdict(measured.set_up), "cycle": measured.cycle}
+        version = {"fxgraph": sys.modules["fxgraph"].__version__} if "fxgraph" in sys.modules else {}
+        return {**dataclasses.asdict(measured.set_up), "cycle": measured.cycle, "machine": version}
 
     def round(self, name: str, *steps: int) -> dict[str, Any]:
         """One round of a contestant."""
@@ -115,8 +120,6 @@ def machine(device_type: str) -> dict[str, Any]:
     """Versions and hardware that a figure belongs to."""
     import torch
 
-    import fxgraph
-
     found: dict[str, Any] = {
         "platform": platform.platform(),
         "processor": _processor(),
@@ -124,7 +127,6 @@ def machine(device_type: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "fxgraph": fxgraph.__version__,
     }
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(0)
