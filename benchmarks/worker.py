@@ -1,8 +1,8 @@
 """A process that measures contestants of one workload and does what the driver says, over a pipe.
 
 Each command is a tuple ``(what, contestant's name, ...)``, each reply a dict: with ``error`` (one line) where the
-contestant failed, with ``lost`` too where the CUDA context is lost and the process ends, with ``not available`` where it
-needs options that fxgraph does not have.
+contestant failed, with ``lost`` too where the CUDA context is lost and the process ends, with ``not available`` where
+it needs options that fxgraph does not have.
 """
 
 from __future__ import annotations
