@@ -117,8 +117,10 @@ def timed(timers: Timers) -> Iterator[list[str]]:
             static = attribute == "apply" or isinstance(vars(owner).get(attribute), staticmethod)
             wrapped: Any = timers.wrap(label, function)
             stack.enter_context(mock.patch.object(owner, attribute, staticmethod(wrapped) if static else wrapped))
-        for graphed in list(fxgraph.graphed.ALIVE):
-            for traced in graphed._traced:
+        for graphed in list(getattr(fxgraph.graphed, "ALIVE", ())):
+            if not hasattr(graphed, "_traced"):
+                missing.append("fxgraph.graphed.GraphedCallable._traced")
+            for traced in getattr(graphed, "_traced", ()):
                 stack.enter_context(mock.patch.object(traced, "check", timers.wrap("guards", traced.check)))
                 label = "traced bytecode: find inputs"
                 stack.enter_context(mock.patch.object(traced, "call", timers.wrap(label, traced.call)))
