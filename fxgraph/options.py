@@ -22,6 +22,7 @@ class Options:
         max_in_flight: forwards that may be outstanding before their backward; past it, eager with one warning.
         on_uncapturable: what happens to a callable with a part that no CUDA graph can hold. ``split`` captures what is
             around it, ``eager`` runs the callable eagerly, ``error`` raises :class:`~fxgraph.errors.UncapturableError`.
+        min_region_ops: where a callable is captured in parts, a part of fewer ops runs eagerly.
         num_warmup_iters: how often a region runs before it is captured.
         verify: how many first replays of each capture are also run eagerly, on copies, and compared, forward and
             backward; a difference raises :class:`~fxgraph.errors.VerifyError`, which names the first op that differs.
@@ -36,6 +37,7 @@ class Options:
     max_captures: int = 8
     max_in_flight: int = 2
     on_uncapturable: Literal["split", "eager", "error"] = "split"
+    min_region_ops: int = 2
     num_warmup_iters: int = 3
     verify: int = 0
 
@@ -81,7 +83,7 @@ class Options:
         return cls(**{**options, **overrides})
 
 
-_LEAST = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0, "verify": 0}
+_LEAST = {"max_captures": 1, "max_in_flight": 1, "min_region_ops": 1, "num_warmup_iters": 0, "verify": 0}
 
 
 def _bad_value(name: str, value: object, expected: str) -> OptionError:

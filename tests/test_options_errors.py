@@ -16,7 +16,7 @@ from passes.contract_callable import BufferRequiresGrad, NotCallable
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
 CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_args(hint)}
-COUNTS = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0, "verify": 0}
+COUNTS = {"max_captures": 1, "max_in_flight": 1, "min_region_ops": 1, "num_warmup_iters": 0, "verify": 0}
 
 # -- values -----------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ _STRICT: dict[str, Any] = {
     "allow_rnn": True,
 }
 
+DATA_IN_GRAPH = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+"""Config under which sizes and numbers that depend on data are values in a graph instead of the end of it."""
+
 
 @contextlib.contextmanager
 def strict(**more: Any) -> Iterator[None]:
