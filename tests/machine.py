@@ -638,7 +638,9 @@ class Twins:
                 for program in module.forward.programs():
                     for capture in program.captures.values():
                         waiting = sum(slot.pending for slot in capture.slots)
-                        assert not waiting or self.graphed.leaks, f"{waiting} slots wait for a backward that cannot come"
+                        assert not waiting or self.graphed.leaks, (
+                            f"{waiting} slots wait for a backward that cannot come"
+                        )
 
     @property
     def program(self) -> str:
