@@ -1,0 +1,95 @@
+"""Every rewrite over random programs: nothing that a caller can see changes, the graph stays well-formed, once is enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from strategies_fx import KINDS, Program, outcome, programs
+
+from passes import (
+    CloneAliasedOutputs,
+    DrawInPlace,
+    Functionalize,
+    LowerToAten,
+    MergeCommonSubexpressions,
+    MergeInputCopies,
+    MoveConstantsToDevice,
+    PassError,
+    Pipeline,
+    RemoveDeadCode,
+    RemoveNoOps,
+)
+from passes.verify import verify
+
+KEEP_ALL = (
+    LowerToAten(),
+    RemoveDeadCode(),
+    RemoveNoOps(),
+    MergeCommonSubexpressions(),
+    MoveConstantsToDevice(),
+    MergeInputCopies(),
+)
+"""Rewrites that work on every ATen graph and keep everything."""
+
+
+def check_program(program: Program, *passes: Any, identities: bool = True) -> bool:
+    """Assert that the passes keep what a caller sees and that a second time changes nothing; return whether they did
+    anything at all.
+    """
+    gm = program.trace()
+    result = Pipeline(passes)(gm)
+    rewritten = result.graph_module
+    assert verify(rewritten)
+    before, after = outcome(gm, program.arguments()), outcome(rewritten, program.arguments())
+    assert after.values == before.values
+    assert after.memory == before.memory
+    assert (after.structure, after.random) == (before.structure, before.random)
+    if identities:
+        assert after.same == before.same
+    again = Pipeline(passes)(rewritten)
+    assert not again.modified, "\n".join(step.diff for step in again.steps)
+    return result.modified
+
+
+@pytest.mark.parametrize("one", KEEP_ALL, ids=lambda one: type(one).__name__)
+@given(program=programs())
+def test_a_rewrite_keeps_everything_that_a_caller_sees(one: Any, program: Program) -> None:
+    check_program(program, one)
+
+
+@given(program=programs())
+def test_all_of_them_in_a_row(program: Program) -> None:
+    gm = program.trace()
+    result = Pipeline(KEEP_ALL)(gm)
+    assert outcome(result.graph_module, program.arguments()) == outcome(gm, program.arguments())
+
+
+@given(program=programs())
+def test_the_traced_program_is_the_source(program: Program) -> None:
+    """Guards the tests above: the graph that they rewrite does what the printed program does."""
+    ran, traced = outcome(program.function(), program.arguments()), outcome(program.trace(), program.arguments())
+    assert (ran.values, ran.memory, ran.random) == (traced.values, traced.memory, traced.random)
+
+
+REFUSALS = (
+    "changes sizes or strides in place",
+    "two inputs share memory",
+    "would have strides",
+    "would not share memory",
+    "draws into strides",
+    "of symbolic size",
+    "as another dtype",
+)
+
+
+@settings(max_examples=60)
+@given(program=programs(kinds=("in place", "in place", *KINDS)))
+def test_functional_form_equals_the_original_or_is_refused_by_name(program: Program) -> None:
+    try:
+        check_program(program, Functionalize(), identities=False)
+    except PassError as error:
+        assert isinstance(error.__cause__, ValueError), error
+        assert any(text in str(error) for text in REFUSALS), error
