@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .base import Pass
 from .constraint import Constraint
-from .effects import Effects, is_pure, is_uninitialised, is_view, written_inputs
+from .effects import Effects, is_pure, is_uninitialised, is_view, returned_objects, written_inputs
 from .facts import tensors_of, value_of
 from .verify import AtenLevel, HasFakeValues
 
@@ -44,7 +44,7 @@ class MergeCommonSubexpressions(Pass):
 
     def rewrite(self, gm: GraphModule) -> bool:
         """Merge and return whether there was anything to merge."""
-        effects = Effects.of(gm)
+        effects, returned = Effects.of(gm), returned_objects(gm.graph)
         versions: Counter[int] = Counter()  # how often each storage has been written so far
         known: dict[Hashable, Node] = {}
         changed = False
@@ -57,10 +57,12 @@ class MergeCommonSubexpressions(Pass):
             first = known.setdefault(key, node)
             if first is node:
                 continue
-            if not _may_merge(first, node, effects):
+            if not _may_merge(first, node, effects, returned):
                 known[key] = node  # the later one is nearer to what follows
                 continue
             _follow(first, node, effects)
+            if node in returned:
+                returned.add(first)
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
             changed = True
@@ -91,9 +93,8 @@ def _key(node: Node, effects: Effects, versions: Counter[int]) -> Hashable:
     return node.op, node.target, tuple(leaf(value) for value in leaves), repr(spec)
 
 
-def _may_merge(first: Node, second: Node, effects: Effects) -> bool:
-    outputs = set(effects.outputs(first))
-    if first in outputs and second in outputs:
+def _may_merge(first: Node, second: Node, effects: Effects, returned: set[Node]) -> bool:
+    if first in returned and second in returned:
         return False
     if is_view(first) or first.op == "get_attr":
         return True  # both lie on the same memory already

@@ -41,6 +41,7 @@ _INDEXING = frozenset(
 )
 _MOVES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout, torch.ops.prims.device_put.default})
 _LITERALS = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default, aten.clone.default})
+_CPU = torch.device("cpu")
 _FILLED = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
 
 
@@ -75,7 +76,7 @@ class MoveConstantsToDevice(Pass):
         effects = Effects.of(gm)
         changed = False
         for node in list(gm.graph.nodes):
-            if not _is_on(node, torch.device("cpu")) or effects.is_written(node):
+            if not isinstance(value_of(node), FakeTensor) or not _is_on(node, _CPU) or effects.is_written(node):
                 continue
             literal = self._literal(node, effects)
             if literal is None and not _is_constructor(node):
@@ -165,13 +166,20 @@ def _on_device(node: Node, home: torch.device, dtype: torch.dtype) -> Node:
     kwargs.pop("pin_memory", None)
     with node.graph.inserting_after(node):
         moved = node.graph.call_function(node.target, node.args, kwargs)  # type: ignore[arg-type]  # a call's target
-    moved.meta = {**node.meta, "val": value_of(node).to(home)}  # a fake value: no memory moves
+    moved.meta = {**node.meta, "val": _fake_on(value_of(node), home, value_of(node).dtype)}
     if dtype == value_of(node).dtype:
         return moved
     with node.graph.inserting_after(moved):
         cast = node.graph.call_function(aten._to_copy.default, (moved,), {"dtype": dtype})
-    cast.meta = {**node.meta, "val": value_of(moved).to(dtype)}
+    cast.meta = {**node.meta, "val": _fake_on(value_of(node), home, dtype)}
     return cast
+
+
+def _fake_on(value: FakeTensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor as ``value`` is, on another device; made by the operator, since ``to`` would start up CUDA."""
+    with value.fake_mode:
+        made: torch.Tensor = aten.empty_strided.default(value.shape, value.stride(), dtype=dtype, device=home)
+    return made
 
 
 def _as_attribute(user: Node, literal: torch.Tensor, is_copied: bool) -> Node:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch._ops import OperatorBase, OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from .aliasing import Aliases, shared_with_return
@@ -84,9 +84,40 @@ def is_view(node: Node) -> bool:
         return True
     if not isinstance(op, OpOverload) or op.namespace not in _PURE_NAMESPACES or op._schema.is_mutable:
         return False
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(node):
         return False  # reshape views or copies
     return bool(op._schema.returns) and all(result.alias_info is not None for result in op._schema.returns)
+
+
+def returned_objects(graph: Graph) -> set[Node]:
+    """Return the nodes whose value may be the very tensor that the graph returns, rather than a view of it.
+
+    In-place operators return their argument, and operators that are written in terms of others may.
+    """
+    found: set[Node] = set()
+    waiting = list(graph.output_node().all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if is_composite(node):
+            waiting.extend(node.all_input_nodes)
+        elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            waiting.extend(written_inputs(node))
+        elif changes_metadata(node):
+            waiting.extend(node.all_input_nodes)
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            waiting.append(node.args[0])
+    return found
+
+
+def is_composite(node: Node) -> bool:
+    """Return whether ``node`` calls an operator that is written in terms of others, as ``reshape`` and ``to`` are."""
+    op = node.target
+    return isinstance(op, OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    )
 
 
 @dataclass

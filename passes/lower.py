@@ -17,6 +17,8 @@ from torch.nn.utils import stateless
 from .base import Pass
 from .facts import constant_of, value_of
 
+_LIFT = torch.ops.aten.lift_fresh_copy.default
+
 Flat = Callable[..., Any]
 """A function of the graph's placeholders, flat, followed by its attributes (see `Arguments.flat`)."""
 
@@ -141,6 +143,7 @@ def replace_graph(
 
     Placeholders keep their names and order, attributes become ``get_attr`` nodes again, calling conventions stay.
     """
+    lifted = {node.args[0].target for node in gm.graph.find_nodes(op="call_function", target=_LIFT)}
     function = transform(flat_function(gm, arguments, interpreter))
     with preserve_node_meta(), fake_mode_of(arguments.flat):
         traced = make_fx(function)(*arguments.flat)
@@ -156,12 +159,14 @@ def replace_graph(
     for name, node in zip(arguments.names, new[len(old) :], strict=True):
         if node.users:
             copied[node] = graph.get_attr(name)
-            copied[node].meta = dict(node.meta)
+            copied[node].meta = _value_only(node)
+    for node in traced.graph.find_nodes(op="get_attr"):  # what tracing itself made or found, such as a literal
+        _keep_constant(gm, traced, node, graph, copied)
     for node in traced.graph.nodes:
-        if node.op == "get_attr":  # a tensor that tracing itself made or found, such as a literal
-            _keep_constant(gm, traced, node, graph, copied)
-        elif node.op not in ("placeholder", "output"):
+        if node.op not in ("placeholder", "get_attr", "output"):
             copied[node] = graph.node_copy(node, copied.__getitem__)
+            if node.target is torch.ops.aten.clone.default and copied[node].args[0].target in lifted:
+                copied[node].target = _LIFT  # functionalization calls it a clone; that it is of a literal is worth more
     returned = traced.graph.output_node()
     graph.output(torch.fx.map_arg(returned.args[0], copied.__getitem__)).meta = dict(gm.graph.output_node().meta)
     graph.set_codegen(gm.graph._codegen)
@@ -178,7 +183,12 @@ def _keep_constant(gm: GraphModule, traced: GraphModule, node: Node, graph: Grap
         else:
             setattr(gm, name, value)
     copied[node] = graph.get_attr(name)
-    copied[node].meta = dict(node.meta)
+    copied[node].meta = _value_only(node)
+
+
+def _value_only(node: Node) -> dict[str, Any]:
+    """The metadata of an attribute: an attribute is of no place in the user's code."""
+    return {"val": node.meta["val"]} if "val" in node.meta else {}
 
 
 def free_name(gm: GraphModule, base: str) -> str:

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .base import Pass
 from .constraint import Constraint
-from .effects import Effects, changes_metadata
+from .effects import Effects, changes_metadata, returned_objects
 from .facts import schema_argument, value_of
 from .verify import AtenLevel, HasFakeValues
 
@@ -43,7 +43,7 @@ class RemoveNoOps(Pass):
 
     def rewrite(self, gm: GraphModule) -> bool:
         """Replace the nodes and return whether there were any."""
-        returned = set(gm.graph.output_node().all_input_nodes)
+        returned = returned_objects(gm.graph)
         changed = False
         effects = Effects.of(gm)
         for node in list(gm.graph.nodes):

@@ -59,12 +59,14 @@ LINES: dict[str, tuple[str, ...]] = {
         *("aten.index_put({a}, [torch.tensor([0])], {a}[:1])", "{a}.masked_fill({a} > 0, 1.5)", "{a}.take({b})"),
     ),
     "in place": (
-        *("{a}.add_({b})", "{a}.add_(1)", "{a}.mul_(2)", "{a}.copy_({b})", "{a}.zero_()", "{a}.relu_()", "{a}.fill_(3)"),
-        *("{a}[0].mul_(2)", "{a}.t().add_(1)", "{a}.index_put_((torch.tensor([0]),), {b})", "{a}[:1].copy_({b})"),
+        *("{a}.add_({b})", "{a}.add_(1)", "{a}.mul_(2)", "{a}.copy_({b})", "{a}.zero_()", "{a}.relu_()"),
+        *("{a}.fill_(3)", "{a}[0].mul_(2)", "{a}.t().add_(1)", "{a}.index_put_((torch.tensor([0]),), {b})"),
+        *("{a}[:1].copy_({b})",),
         *("{a}.masked_fill_({a} > 0, 1.5)", "{a}.view(-1).sub_(1)"),
     ),
     "random": (
-        *("torch.rand_like({a})", "torch.randn(2, 3)", "torch.dropout({a}, 0.5, True)", "torch.dropout({a}, 0.5, False)"),
+        *("torch.rand_like({a})", "torch.randn(2, 3)", "torch.dropout({a}, 0.5, True)"),
+        *("torch.dropout({a}, 0.5, False)",),
         *("torch.bernoulli(torch.full((2, 3), 0.5))", "torch.empty_like({a}).uniform_()", "torch.randperm(3)"),
         *("{a}.normal_()", "{a}.clone().bernoulli_(0.5)"),
     ),

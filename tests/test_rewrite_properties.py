@@ -1,17 +1,16 @@
-"""Every rewrite over random programs: nothing that a caller can see changes, the graph stays well-formed, once is enough."""
+"""Every rewrite over random programs: no caller can see a change, the graph stays well-formed, once is enough."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from strategies_fx import KINDS, Program, outcome, programs
+from torch.utils import _pytree as pytree
 
 from passes import (
     CloneAliasedOutputs,
-    DrawInPlace,
     Functionalize,
     LowerToAten,
     MergeCommonSubexpressions,
@@ -72,6 +71,29 @@ def test_the_traced_program_is_the_source(program: Program) -> None:
     """Guards the tests above: the graph that they rewrite does what the printed program does."""
     ran, traced = outcome(program.function(), program.arguments()), outcome(program.trace(), program.arguments())
     assert (ran.values, ran.memory, ran.random) == (traced.values, traced.memory, traced.random)
+
+
+@given(program=programs())
+def test_cloned_outputs_own_their_memory_and_keep_their_values(program: Program) -> None:
+    gm = program.trace()
+    leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
+    one = CloneAliasedOutputs(tuple(range(len(leaves))))
+    result = Pipeline((one,))(gm).graph_module
+    before, after = outcome(gm, program.arguments()), outcome(result, program.arguments())
+    # dtype, sizes, bytes; a clone of what overlaps has other strides
+    assert [one and (one[0], one[1], one[-1]) for one in map(as_tensor, after.values)] == [
+        one and (one[0], one[1], one[-1]) for one in map(as_tensor, before.values)
+    ]
+    places = [place for place in after.memory[: len(leaves)] if place is not None]
+    assert len(set(places)) == len(places)
+    assert not set(after.memory[len(leaves) :]) & set(places)
+    assert after.random == before.random
+    assert not Pipeline((one,))(result).modified
+
+
+def as_tensor(value: Any) -> Any:
+    """A described tensor; None for anything else."""
+    return value if isinstance(value, tuple) else None
 
 
 REFUSALS = (
