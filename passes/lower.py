@@ -143,7 +143,8 @@ def replace_graph(
 
     Placeholders keep their names and order, attributes become ``get_attr`` nodes again, calling conventions stay.
     """
-    lifted = {node.args[0].target for node in gm.graph.find_nodes(op="call_function", target=_LIFT)}
+    lifts = gm.graph.find_nodes(op="call_function", target=_LIFT)
+    lifted = {source.target for node in lifts for source in node.all_input_nodes}
     function = transform(flat_function(gm, arguments, interpreter))
     with preserve_node_meta(), fake_mode_of(arguments.flat):
         traced = make_fx(function)(*arguments.flat)
@@ -165,7 +166,8 @@ def replace_graph(
     for node in traced.graph.nodes:
         if node.op not in ("placeholder", "get_attr", "output"):
             copied[node] = graph.node_copy(node, copied.__getitem__)
-            if node.target is torch.ops.aten.clone.default and copied[node].args[0].target in lifted:
+            sources = copied[node].all_input_nodes
+            if node.target is torch.ops.aten.clone.default and sources[0].target in lifted:
                 copied[node].target = _LIFT  # functionalization calls it a clone; that it is of a literal is worth more
     returned = traced.graph.output_node()
     graph.output(torch.fx.map_arg(returned.args[0], copied.__getitem__)).meta = dict(gm.graph.output_node().meta)
