@@ -114,26 +114,24 @@ class Program:
         exec(str(self).partition("\n\n\ntorch.manual_seed")[0], scope)
         return scope["forward"]
 
-    def trace(self, mode: str = "fake") -> GraphModule:
-        """The ATen graph, with everything in it that the program computes, dead code included."""
-        every = tuple(f"v{index}" for index in range(len(self.lines)))
-        # make_fx drops what is not returned: the graph returns everything first, and what is asked for afterwards.
-        both = dataclasses.replace(self, returned=(*self.returned, *every), form=OUTPUTS[0])
+    def trace(self, mode: str = "fake", pre_dispatch: bool = False) -> GraphModule:
+        """The ATen graph, with everything in it that the program computes: make_fx keeps dead code.
+
+        With ``pre_dispatch``, operators that are written in terms of others (``reshape``, ``to``) stay as they are.
+        """
         torch.manual_seed(0)
-        gm = make_fx(both.function(), tracing_mode=mode)(*self.arguments())
-        output = gm.graph.output_node()
-        nodes = dict(zip(self.returned, output.args[0], strict=False))
-        output.args = (eval(self.form.format("".join(f"{name}, " for name in self.returned)), nodes),)
-        gm.recompile()
-        return gm
+        return make_fx(self.function(), tracing_mode=mode, pre_dispatch=pre_dispatch)(*self.arguments())
 
 
 KINDS = tuple(LINES)
 
 
 @st.composite
-def programs(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_lines: int = 9) -> Program:
-    """Random programs, whose lines are of the given kinds; every sixth line or so repeats an earlier one."""
+def programs(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_lines: int = 9, write_back: bool = False) -> Program:
+    """Random programs, whose lines are of the given kinds; every sixth line or so repeats an earlier one.
+
+    With ``write_back`` they end with copies into inputs, as a program in functional form does.
+    """
     inputs = tuple(draw(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=3)))
     scope: dict[str, Any] = {"torch": torch, "aten": aten}
     names = [f"x{index}" for index in range(len(inputs))]
@@ -159,7 +157,16 @@ def programs(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_lines: int = 9
     if not lines:
         lines.append("x0 + 1")
         names.append("v0")
+        scope["v0"] = scope["x0"] + 1
     returned = draw(st.lists(st.sampled_from(names), min_size=1, max_size=4))
+    for name in draw(st.permutations(names[: len(inputs)])) if write_back else ():
+        fitting = [other for other in names if scope[other].shape == scope[name].shape]
+        line = f"{name}.copy_({draw(st.sampled_from(fitting))})"
+        try:
+            eval(line, scope)
+        except RuntimeError:  # both are parts of one memory
+            continue
+        lines.append(line)
     return Program(inputs, tuple(lines), tuple(returned), draw(st.sampled_from(OUTPUTS)))
 
 

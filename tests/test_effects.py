@@ -128,3 +128,13 @@ def test_storages_writes_and_lifetimes_of_a_graph() -> None:
     assert not effects.written_between(nodes["add"], place[nodes["mul_"]], place[nodes["t"]])
     assert effects.last_use(nodes["add"]) == place[gm.graph.output_node()]
     assert returned_objects(gm.graph) == {nodes["exp"], nodes["t"]}
+
+
+def test_an_operator_written_in_terms_of_others_may_return_its_argument() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    view = graph.call_function(aten.view.default, (x, [6]))
+    same = graph.call_function(aten.contiguous.default, (view,))
+    written = graph.call_function(aten.add_.Tensor, (same, 1))
+    graph.output(written)
+    assert returned_objects(graph) == {view, same, written}

@@ -64,6 +64,7 @@ CASES: dict[str, tuple[list[int], Callable[..., Any]]] = {
     "one alone": ([], lambda x, y, n: (x.copy_(y + 1), 3)[1]),
     "a cast in one of them": ([2], lambda x, y, n: (x.copy_((y + 1).double()), n.copy_(n + 1), 3)[2]),
     "a source that is another's target": ([], lambda x, y, n: (x.copy_(y), y.copy_(x + 1), 3)[2]),
+    "a target that is an earlier one's source": ([], lambda x, y, n: (x.copy_(y), y.copy_(n[:3]), 3)[2]),
     "a swap through memory of its own": (
         [2],
         lambda x, y, n: ((a := x.clone()), (b := y.clone()), x.copy_(b), y.copy_(a), 3)[4],

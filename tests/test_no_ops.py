@@ -84,6 +84,7 @@ KEPT: dict[str, Callable[..., Any]] = {
     "other strides": lambda x, y: x.t().contiguous() + 1,
     "a part": lambda x, y: x[:1] + 1,
     "a transposed square": lambda x, y: (x @ y.t()).t() + 1,
+    "a copy of a part that is read by strides": lambda x, y: x[1].clone().as_strided((2,), (1,), 0) + 1,
     "as_strided": lambda x, y: x.as_strided((2, 2), (1, 1)).as_strided((2, 2), (1, 1), 1) + 1,
     "detach": lambda x, y: x.detach() + 1,
     "a view whose strides change in place": lambda x, y: aten.alias(x).t_() + 1,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies_fx import KINDS, Program, outcome, programs
 from torch.utils import _pytree as pytree
 
@@ -34,11 +35,11 @@ KEEP_ALL = (
 """Rewrites that work on every ATen graph and keep everything."""
 
 
-def check_program(program: Program, *passes: Any, identities: bool = True) -> bool:
+def check_program(program: Program, *passes: Any, identities: bool = True, pre_dispatch: bool = False) -> bool:
     """Assert that the passes keep what a caller sees and that a second time changes nothing; return whether they did
     anything at all.
     """
-    gm = program.trace()
+    gm = program.trace(pre_dispatch=pre_dispatch)
     result = Pipeline(passes)(gm)
     rewritten = result.graph_module
     assert verify(rewritten)
@@ -54,9 +55,14 @@ def check_program(program: Program, *passes: Any, identities: bool = True) -> bo
 
 
 @pytest.mark.parametrize("one", KEEP_ALL, ids=lambda one: type(one).__name__)
-@given(program=programs())
-def test_a_rewrite_keeps_everything_that_a_caller_sees(one: Any, program: Program) -> None:
-    check_program(program, one)
+@given(program=programs(), pre_dispatch=st.booleans())
+def test_a_rewrite_keeps_everything_that_a_caller_sees(one: Any, program: Program, pre_dispatch: bool) -> None:
+    check_program(program, one, pre_dispatch=pre_dispatch)
+
+
+@given(program=programs(kinds=("arithmetic", "views", "copies"), max_lines=5, write_back=True))
+def test_merged_write_backs_write_the_same(program: Program) -> None:
+    check_program(program, MergeInputCopies())
 
 
 @given(program=programs())
