@@ -177,6 +177,13 @@ class Effects:
         """Return the position of the last node that touches memory of ``node``'s value."""
         return max(self._last_use[storage] for storage in self.storages(node))
 
+    def follow(self, node: Node, source: Node) -> None:
+        """Record that what lay on the memory of ``node`` lies on that of ``source`` from now on."""
+        last = max(self.last_use(node), self.last_use(source))
+        self.aliases.join(node, source)
+        for storage in self.storages(source):
+            self._last_use[storage] = last
+
     def escapes(self, node: Node) -> bool:
         """Return whether memory of ``node``'s value is returned or was there before the call."""
         mine = self.storages(node)

@@ -53,10 +53,10 @@ class RemoveNoOps(Pass):
             is_copy = _name(node) in _COPIES or _is_forced(node)
             if is_copy and not _is_needless_copy(node, source, effects):
                 continue
+            effects.follow(node, source)
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
             changed = True
-            effects = Effects.of(gm)
         return changed
 
 

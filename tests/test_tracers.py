@@ -255,3 +255,21 @@ def test_lowering_twice_changes_nothing_more(tracer: str) -> None:
     inputs = (X,) if tracer == "symbolic_trace" else None
     once = apply(TRACERS[tracer](Net(), X).gm, [LowerToAten(inputs)])
     assert not Pipeline((LowerToAten(),))(once).modified
+
+
+def test_sizes_that_dynamo_leaves_open_stay_open() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.add_(y)
+        return x.reshape(-1) * x.shape[0], (x + y).view(y.shape[0], -1).exp()
+
+    graphs: list[GraphModule] = []
+    compiled = torch.compile(program, backend=lambda gm, _: graphs.append(gm) or gm, dynamic=True, fullgraph=True)
+    compiled(torch.ones(3, 4), torch.ones(3, 4))
+    rewrites = [LowerToAten(), Functionalize(), RemoveNoOps(), MergeCommonSubexpressions(), RemoveDeadCode()]
+    gm = apply(graphs[0], rewrites)
+    given = {2: torch.ones(5, 2), 3: torch.ones(5, 2)}  # behind the two sizes
+    got = gm(5, 2, *given.values())
+    x = torch.ones(5, 2)
+    for one, other in zip(got, program(x, torch.ones(5, 2)), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(given[2], x)
