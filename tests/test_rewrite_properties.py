@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies_fx import KINDS, Program, outcome, programs
 from torch.utils import _pytree as pytree
@@ -79,9 +79,9 @@ def test_the_traced_program_is_the_source(program: Program) -> None:
     assert (ran.values, ran.memory, ran.random) == (traced.values, traced.memory, traced.random)
 
 
-@given(program=programs())
-def test_cloned_outputs_own_their_memory_and_keep_their_values(program: Program) -> None:
-    gm = program.trace()
+@given(program=programs(), pre_dispatch=st.booleans())
+def test_cloned_outputs_own_their_memory_and_keep_their_values(program: Program, pre_dispatch: bool) -> None:
+    gm = program.trace(pre_dispatch=pre_dispatch)
     leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
     one = CloneAliasedOutputs(tuple(range(len(leaves))))
     result = Pipeline((one,))(gm).graph_module
@@ -113,7 +113,6 @@ REFUSALS = (
 )
 
 
-@settings(max_examples=60)
 @given(program=programs(kinds=("in place", "in place", *KINDS)))
 def test_functional_form_equals_the_original_or_is_refused_by_name(program: Program) -> None:
     try:

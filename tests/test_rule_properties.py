@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies_fx import KINDS, Program, programs
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,6 +19,7 @@ from passes import CAPTURABLE, WELL_FORMED, check
 from passes.verify import verify
 
 aten = torch.ops.aten
+HALF = settings(max_examples=settings().max_examples // 2)  # for the tests of one rule each
 
 
 @torch.library.custom_op("passes_test::rule_unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -153,6 +154,7 @@ def test_no_rule_speaks_up_about_an_ordinary_program(program: Program) -> None:
     assert str(verify(gm)) == "no violations"
 
 
+@HALF
 @pytest.mark.parametrize("rule", CAPTURE)
 @given(program=programs(max_lines=5), choice=st.integers(0, 20), which=st.integers(0, 3))
 def test_what_cannot_be_captured_is_found_where_it_stands(rule: str, program: Program, choice: int, which: int) -> None:
@@ -264,6 +266,7 @@ CORRUPTIONS: dict[str, Callable[[GraphModule, int], None]] = {
 }
 
 
+@HALF
 @pytest.mark.parametrize("rule", CORRUPTIONS)
 @given(program=programs(kinds=tuple(kind for kind in KINDS if kind != "in place")), choice=st.integers(0, 20))
 def test_what_is_malformed_is_found(rule: str, program: Program, choice: int) -> None:

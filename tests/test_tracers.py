@@ -195,7 +195,7 @@ class Bad(torch.nn.Module):
         if self.kind == "unsupported-layout":
             return x.to_sparse().to_dense()
         if self.kind == "higher-order-op":
-            return torch.ops.higher_order.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+            return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
         if self.kind == "no-fake-impl":
             return torch.ops.passes_test.only_real(x)
         if self.kind == "cudagraph-unsafe-op":
@@ -223,6 +223,7 @@ BAD = {
     "host-sync": set(TRACERS),
     "unsupported-layout": {"symbolic_trace", "make_fx"},  # the others cannot trace sparse tensors
     "cudagraph-unsafe-op": set(TRACERS),
+    "higher-order-op": {"make_fx", "torch.export", "dynamo"},  # symbolic_trace cannot trace it
     "no-fake-impl": {"symbolic_trace", "make_fx"},  # the others run it on fake tensors and fail
     "nothing": set(TRACERS),
 }
