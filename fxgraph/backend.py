@@ -89,4 +89,6 @@ def _compile_part(
     graph: fx.GraphModule, example_inputs: list[Any], *, options: Options, pools: Pools, name: str
 ) -> Callable[..., tuple[Any, ...]]:
     del example_inputs
+    if len(stages.ops_of(graph)) < options.min_region_ops:
+        return trace.for_eager(graph).forward
     return compile_graph(graph, options, pools, name)

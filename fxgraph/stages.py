@@ -36,13 +36,19 @@ from .program import ALIVE, EagerFallbackWarning, Pools, Prepared, Program
 def build(
     graph: fx.GraphModule, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
 ) -> Program | Stages:
-    """One program for the whole graph, or several stages; see Note [Why a graph is cut]."""
+    """One program for the whole graph, or several stages; see Note [Why a graph is cut].
+
+    Raises:
+        PassError: (of :mod:`passes`) from a pass of the user's, which it names.
+    """
+    if options.passes:
+        graph = _rewritten(graph, options.passes)
     reasons = uncapturable(graph) if options.on_uncapturable == "split" else {}
     outputs = feeding_outputs(graph)
     if not reasons and not outputs:
         return Program(graph, specs, options, name, pools)
     lifted, attributes = trace.lift_attributes(graph)
-    renamed = dict(zip(_calls(graph), _calls(lifted), strict=True))
+    renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
     reasons = {renamed[node]: reason for node, reason in reasons.items()}
     outputs = [renamed[node] for node in outputs if node in renamed]
     stages = assign_stages(lifted, reasons, outputs)
@@ -58,7 +64,23 @@ def build(
     return Stages(lifted, attributes, stages, reasons, specs, options, name, pools)
 
 
-def _calls(graph: fx.GraphModule) -> list[fx.Node]:
+def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
+    result = passes.Pipeline(chosen)(graph).graph_module
+    before, after = _interface(graph), _interface(result)
+    if before != after:
+        names = ", ".join(map(passes.pass_name, chosen))
+        problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
+        raise passes.PassError(names, "ensures", problem)
+    return result
+
+
+def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
+    inputs = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    return inputs, len(trace.output_args(graph))
+
+
+def ops_of(graph: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a graph that compute something."""
     return [node for node in graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
 
 
@@ -68,7 +90,7 @@ def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
     Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data: each
     value would be a capture of its own. Empty where something else than an op (an input, say) is against a capture.
     """
-    by_name = {node.name: node for node in _calls(graph)}
+    by_name = {node.name: node for node in ops_of(graph)}
     numbers = {graph.graph.find_nodes(op="placeholder")[i] for i in trace.wrapped_numbers(graph)}
     found: dict[fx.Node, str] = {}
     for violation in passes.check(graph, trace.TORCH_LEVEL).violations:

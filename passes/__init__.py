@@ -19,7 +19,7 @@ from .functional import FunctionalForm, Functionalize
 from .input_copies import MergeInputCopies
 from .lower import LowerToAten
 from .no_ops import RemoveNoOps
-from .pipeline import AnyPass, Pipeline, PipelineResult, Step, apply
+from .pipeline import AnyPass, Pipeline, PipelineResult, Step, apply, pass_name
 from .random_fill import DrawInPlace
 from .repeats import Region, Repeat, Repeats, find_repeats
 from .verify import WELL_FORMED
@@ -65,4 +65,5 @@ __all__ = [
     "check_call",
     "find_repeats",
     "judge",
+    "pass_name",
 ]

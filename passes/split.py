@@ -12,10 +12,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 
@@ -35,7 +35,8 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
     """
     nodes = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
-    changed = {storage for node in nodes if _may_change(node) for storage in _storages(node)}
+    memory = _memory(gm)
+    changed = {storage for node in nodes for storage in _changed(node, memory)}
     stages: dict[Node, int] = {}
     last_of: dict[Any, int] = {}  # what keeps its order -> the stage of the last op on it
     for node in nodes:
@@ -44,7 +45,7 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
             if source in stages:
                 leaves = source in cut_after and node not in eager and _differentiable(node)
                 least = max(least, stages[source] + leaves)
-        ordered: list[Any] = [*_storages(node) & changed]
+        ordered: list[Any] = [*_touched(node, memory) & changed]
         if in_order:
             ordered.append("every op")
         if _may_draw(node):
@@ -60,7 +61,9 @@ def split(gm: GraphModule, stages: dict[Node, int]) -> GraphModule:
 
     Each submodule returns a tuple. Its placeholders are values of the graph that is given back.
     """
-    glue = split_module(gm, gm, stages.__getitem__, keep_original_order=True)
+    ordered, renamed = _sorted(gm, stages)
+    stage_of = {renamed[node]: stage for node, stage in stages.items()}
+    glue = split_module(ordered, ordered, stage_of.__getitem__, keep_original_order=True)
     for node, submodule in calls_of_stages(glue):
         output = submodule.graph.output_node()
         if isinstance(output.args[0], Node):
@@ -72,6 +75,16 @@ def split(gm: GraphModule, stages: dict[Node, int]) -> GraphModule:
                 user.replace_input_with(node, first)
     glue.recompile()
     return glue
+
+
+def _sorted(gm: GraphModule, stages: dict[Node, int]) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy of the graph with its ops in the order of their stages, and the copies of its nodes."""
+    copied = Graph()
+    renamed: dict[Node, Node] = {}
+    nodes = sorted(gm.graph.nodes, key=lambda node: stages.get(node, len(stages) if node.op == "output" else -1))
+    for node in nodes:
+        renamed[node] = copied.node_copy(node, renamed.__getitem__)
+    return GraphModule(gm, copied), renamed
 
 
 def feeding_outputs(gm: GraphModule) -> list[Node]:
@@ -107,9 +120,24 @@ def _storages_of_value(node: Node) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if _has_storage(tensor)}
 
 
-def _storages(node: Node) -> set[int]:
-    """The storages of what an op takes and gives."""
-    return {storage for each in (node, *node.all_input_nodes) for storage in _storages_of_value(each)}
+Memory: TypeAlias = "dict[Node, set[int]]"
+"""The storages that a node's value may lie in."""
+
+
+def _memory(gm: GraphModule) -> Memory:
+    """By the fake values, and by the schemas of ATen ops: where make_fx traces real tensors, views have other fakes."""
+    memory: Memory = {}
+    for node in gm.graph.nodes:
+        memory[node] = _storages_of_value(node)
+        overload = overload_of(node)
+        may_alias = overload is not None and any(result.alias_info is not None for result in overload._schema.returns)
+        if may_alias or node.target is operator.getitem:
+            memory[node] = memory[node].union(*[memory[source] for source in node.all_input_nodes])
+    return memory
+
+
+def _touched(node: Node, memory: Memory) -> set[int]:
+    return memory[node].union(*[memory[source] for source in node.all_input_nodes])
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -134,22 +162,28 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def _may_change(node: Node) -> bool:
-    """Whether an op may write one of its arguments."""
-    if node.op == "call_module" or node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
-        return True
+def _changed(node: Node, memory: Memory) -> set[int]:
+    """The storages that an op may write."""
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _touched(node, memory)
+    written: list[Any] = [node.kwargs.get("out")]
     overload = overload_of(node)
-    if overload is not None:
-        return bool(overload._schema.is_mutable)
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.target in _IN_PLACE:
-        return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name in _WRITE_STATISTICS:
-        return True
-    return name.endswith("_") and not name.endswith("__")
+    if overload is not None:
+        for argument, given in zip(overload._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(given)
+        written += [node.kwargs[a.name] for a in overload._schema.arguments if a.alias_info and a.name in node.kwargs]
+    elif name in _STATISTICS:
+        written += [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+    elif node.target in _IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
+        written += [node.args[:1], node.kwargs.get("input")]
+    elif any(arg is True for arg in node.args[1:]):
+        written.append(node.args[0])  # `inplace` can be given by position: F.relu(x, True)
+    return set[int]().union(*[memory[leaf] for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)])
 
 
-_WRITE_STATISTICS = {"batch_norm", "instance_norm", "cudnn_batch_norm", "native_batch_norm"}
+_STATISTICS = {"batch_norm", "instance_norm", "cudnn_batch_norm", "native_batch_norm"}
 
 _DRAWS = re.compile("rand|drop|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel")
 _DRAWS_INSIDE = re.compile("attention|lstm|gru|rnn")

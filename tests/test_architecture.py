@@ -24,6 +24,7 @@ MAY: dict[str, set[str]] = {
     "errors": set(),
     "options": {"errors"},
     "_torch_compat": set(),
+    "breaks": set(),
     "engines": {"errors", "_torch_compat"},
     "weight_casts": set(),
     "trace": {"errors", "weight_casts", "_torch_compat"},
