@@ -180,19 +180,13 @@ def run(case: Case, device: str, timing: int, entry: Entry | None = None, report
     mine = training(copy.deepcopy(module))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            with mine.autocast():
-                mine.call = entry(mine.module, *compare.copy_of(mine.batches[0]))
-            with _peak(device, row, "graphed_peak_mib"):
-                for name, found in mine.train():
-                    gap = _difference(name, found, expected[name], None if exact else again[name])
-                    if gap is not None:
-                        return {**row, "outcome": Outcome.WRONG.value, "reasons": {gap: 1}}
-        except Exception as error:
-            refused = refusal(error)
-            outcome = Outcome.CRASH if refused is None else Outcome.REFUSED
-            why = describe(error) if refused is None else f"[{refused.id}] {refused.title}: {refused.observed}"
-            return {**row, "outcome": outcome.value, "reasons": {why[:300]: 1}}
+        with _peak(device, row, "graphed_peak_mib"):
+            outcome, why = attempt(mine, entry, expected, None if exact else again)
+        if outcome is not Outcome.EQUAL:
+            if outcome.is_failure:
+                report("control")
+                row["notes"] |= dict.fromkeys(control(training, module, expected, None if exact else again), 1)
+            return {**row, "outcome": outcome.value, "reasons": {why: 1}}
     after = fxgraph.stats()
     row["captures"] = len(after.captures) - len(before.captures)
     row["replays"] = after.replays - before.replays
@@ -209,6 +203,35 @@ def run(case: Case, device: str, timing: int, entry: Entry | None = None, report
     trial.collect()
     row["seconds"] = round(time.monotonic() - began, 2)
     return row
+
+
+def attempt(mine: Training, entry: Entry, expected: dict[str, Any], again: Any) -> tuple[Outcome, str]:
+    """Graph and train; equal, or how it failed."""
+    try:
+        with mine.autocast():
+            mine.call = entry(mine.module, *compare.copy_of(mine.batches[0]))
+        for name, found in mine.train():
+            gap = _difference(name, found, expected[name], None if again is None else again[name])
+            if gap is not None:
+                return Outcome.WRONG, gap
+    except Exception as error:
+        refused = refusal(error)
+        if refused is None:
+            return Outcome.CRASH, describe(error)
+        return Outcome.REFUSED, f"[{refused.id}] {refused.title}: {refused.observed}"[:300]
+    return Outcome.EQUAL, ""
+
+
+def control(training: Callable[[nn.Module], Training], module: nn.Module, *reference: Any) -> Iterator[str]:
+    """What Dynamo alone, and torch's own tracing without capture, make of the same training."""
+    for backend in ("eager", "aot_eager"):
+        trial.collect()
+
+        def entry(target: Any, args: Any, kwargs: Any, backend: str = backend) -> Any:
+            return torch.compile(target, backend=backend)
+
+        outcome, why = attempt(training(copy.deepcopy(module)), entry, *reference)
+        yield f"backend={backend!r}: {outcome.value} {why}".strip()
 
 
 def _difference(name: str, found: Any, expected: Any, again: Any) -> str | None:

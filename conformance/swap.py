@@ -19,15 +19,15 @@ from fxgraph.backend import graphed
 
 # Arguments of TransformerEngine's function that say nothing where FP8 is off; any other value cannot be honoured.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "fp8_enabled": (False, (False,)),
+    "fp8_enabled": (None, False, (False,)),
     "enabled": (None, False, (False,)),
-    "fp8_calibrating": (False,),
+    "fp8_calibrating": (None, False),
     "calibrating": (None, False),
     "fp8_recipe": (None,),
     "recipe": (None,),
     "fp8_group": (None,),
     "amax_reduction_group": (None,),
-    "fp8_weight_caching": (False,),
+    "fp8_weight_caching": (None, False),
     "cache_quantized_params": (None, False),
     "pool": (None,),
     "retain_graph_in_backward": (False,),
@@ -35,6 +35,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "_num_layers_per_chunk": (None,),
     "_reuse_graph_input_output_buffers": (False,),
     "_clone_param_grads_on_return": (True, False),
+    "_input_output_aliases": (None,),
+    "capture_stream": (None,),
     "pre_warmup_hook": (None,),
     "post_warmup_hook": (None,),
     "capture_time_hooks": (None,),

@@ -193,7 +193,11 @@ def stated_reasons(before: fxgraph.Stats, after: fxgraph.Stats, caught: Sequence
     counted = [r for r, n in after.eager_reasons.items() if n != before.eager_reasons.get(r)]
     warned = [str(w.message) for w in caught if issubclass(w.category, fxgraph.EagerFallbackWarning)]
     warned = [text for text in warned if not any(reason in text for reason in counted)]
-    broken = ["Dynamo broke the graph: " + _first_line(text) for text in torch._dynamo.utils.counters["graph_break"]]
+    broken = [
+        f"Dynamo {what}: {_first_line(text)}"
+        for counter, what in (("graph_break", "broke the graph"), ("unimplemented", "skipped the function"))
+        for text in torch._dynamo.utils.counters[counter]
+    ]
     return [_first_line(text) for text in dict.fromkeys([*counted, *warned, *broken])]
 
 
