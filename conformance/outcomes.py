@@ -63,6 +63,9 @@ def refusal(error: BaseException) -> fxgraph.FxgraphError | None:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters."""
+    """An exception, or the one inside of Dynamo's, in one line of at most 300 characters."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException):
+        return describe(inner)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -161,6 +161,6 @@ def _row_for(worker: _Worker, row_of: Callable[[Any], Row], outcome: Outcome, wh
         if not worker.ready:
             raise RuntimeError(f"a worker did not start: {what}")
         return None
-    if worker.stage.endswith("eager") and outcome is Outcome.TIMEOUT:
+    if worker.stage.endswith("eager"):
         outcome = Outcome.SKIPPED
     return {**row_of(worker.case), "outcome": outcome.value, "reasons": {f"{what}, at: {worker.stage}": 1}}
