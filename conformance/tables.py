@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def _table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Fit for a table: in one line, and files without the folders of the machine that ran it."""
+    return re.sub(r"/[^\s()]*/", "", " ".join(text.split())).replace("|", "\\|")
 
 
 def _heading(title: str, environment: Row, rows: Sequence[Row]) -> str:
@@ -106,7 +108,7 @@ def _by_reason(rows: Sequence[Row]) -> str:
 
 def _general(reason: str) -> str:
     """A reason without the place, so that ops with the same one stand together."""
-    return reason.partition(" (node ")[0].partition(" (/")[0][:160]
+    return re.split(r" \(node | \(/|, at: ", reason)[0][:160]
 
 
 def models(path: Path) -> str:
