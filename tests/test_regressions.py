@@ -261,3 +261,17 @@ def test_an_output_that_feeds_another_one(name: str, device: str) -> None:
         results.append((seen, w.grad))
     torch.testing.assert_close(results[1], results[0])
     assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_an_op_that_dynamo_takes_apart_rounds_as_in_eager(device: str) -> None:
+    inputs = (torch.randn((), device=device), torch.randn(5, 5, 1, device=device), torch.randn(1, 5, device=device))
+    graphed = fxgraph.make_graphed_callables(lambda a, b, c: torch.addcdiv(a, b, c, value=3.14), inputs)
+    torch.testing.assert_close(graphed(*inputs), torch.addcdiv(*inputs, value=3.14), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_an_op_that_fails_leaves_no_error_in_the_log(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    graphed = fxgraph.make_graphed_callables(nn.Linear(3, 4).to(device), (torch.randn(2, 3, device=device),))
+    with pytest.raises(fxgraph.TraceError):
+        graphed(torch.randn(2, 7, device=device))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
