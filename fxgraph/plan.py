@@ -6,6 +6,7 @@ Nothing here holds a real tensor or knows an engine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -126,6 +127,11 @@ class Plan:
         """Inputs that require grad in the trace but have no gradient."""
         wanted = [i for i, info in enumerate(self.joint.metadata.input_info) if info.requires_grad]
         return tuple(i for i in wanted if i not in self.gradient_of) if self.backward is not None else tuple(wanted)
+
+    @functools.cached_property
+    def written(self) -> tuple[int, ...]:
+        """Inputs that a call writes."""
+        return (*self.mutated, *[index for index, _ in self.updates])
 
     @property
     def keeps(self) -> bool:

@@ -24,7 +24,7 @@ from . import effects, engines, partial, plan, replay, trace, verifying, weight_
 from ._torch_compat.autocast import AutocastState
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
-from .signature import key_of, shares_memory
+from .signature import WrittenMemory, guarded_key_of, key_of, shares_memory
 from .slots import Capture, Slot, compact
 
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -97,6 +97,7 @@ class Program:
         options: how to capture.
         name: how messages call it.
         pools: memory shared with other programs.
+        guarded: Dynamo's guards have seen everything about the inputs but their addresses.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Program:
         options: Options,
         name: str,
         pools: Pools | None = None,
+        guarded: bool = False,
     ) -> None:
         self.graph, self._attributes = trace.lift_attributes(graph)
         self.specs = (
@@ -123,6 +125,8 @@ class Program:
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._autocast = AutocastState.now()
         self.autocasts = weight_casts.autocasts(self.graph)
+        self._guarded = guarded and not self._wrapped_numbers and trace.takes_static_tensors(self.graph)
+        self._guarded_key = guarded_key_of(self.specs, self.autocasts)
         self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], partial.PartialBackward]] = (
             weakref.WeakKeyDictionary()
         )
@@ -136,7 +140,7 @@ class Program:
             with self.lock:
                 flat = self._unwrap_numbers(inputs)
                 capture = self._capture_for(flat)
-                tensors = tuple([value for value in flat if isinstance(value, torch.Tensor)])
+                tensors = inputs if self._guarded else tuple([x for x in flat if isinstance(x, torch.Tensor)])
                 slot = self._slot_for(capture, tensors)
                 self.replays += 1
                 if capture.replays < self.options.verify:
@@ -242,9 +246,7 @@ class Program:
         return flat
 
     def _capture_for(self, inputs: Sequence[Any]) -> Capture:
-        if not all(isinstance(value, (torch.Tensor, int, float, bool, complex)) for value in inputs):
-            raise RunEagerly("its inputs come in lists (compiled autograd)")
-        key = key_of(self.specs, inputs, self.autocasts)
+        key = self._key_of(inputs)
         capture = self.captures.get(key)
         if capture is not None:
             self.captures.move_to_end(key)
@@ -264,15 +266,24 @@ class Program:
             self.pools.trim()
         return capture
 
+    def _key_of(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        if self._guarded:
+            return self._guarded_key(inputs)
+        if not all(isinstance(value, (torch.Tensor, int, float, bool, complex)) for value in inputs):
+            raise RunEagerly("its inputs come in lists (compiled autograd)")
+        return key_of(self.specs, inputs, self.autocasts)
+
     def _refuse_new_signature(self, inputs: Sequence[Any]) -> None:
         """What ``on_new_signature`` says about a second capture of one trace (parameters moved, say)."""
         if self.options.on_new_signature == "eager":
             raise RunEagerly("a signature that no sample had")
         if self.options.on_new_signature == "error":
-            known = key_of(self.specs, inputs, self.autocasts)
+            known = self._key_of(inputs)
             nearest = max(self.captures, key=lambda key: sum(a == b for a, b in zip(key, known, strict=True)))
             parts = ["grad mode", "inference mode", *map(str, self.specs)]
-            changed = [name for name, a, b in zip(parts, nearest, known, strict=True) if a != b]
+            if self._guarded:
+                parts = ["inference mode", *[str(spec) for spec in self.specs if spec.live], *parts]
+            changed = [name for name, a, b in zip(parts, nearest, known, strict=False) if a != b]
             raise SignatureError(
                 "new-signature",
                 f"{self.name} was called in a way for which nothing is captured",
@@ -282,8 +293,7 @@ class Program:
             )
 
     def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
-        written = [*capture.plan.mutated, *[i for i, _ in capture.plan.updates]]
-        if shares_memory(tensors, written):
+        if capture.plan.written and self._writes_shared(capture, tensors):
             raise RunEagerly("an input that is changed in place shares memory with another input")
         if capture.failures > 1:
             raise RunEagerly("captures of it fail")
@@ -299,6 +309,13 @@ class Program:
         if slot is None:
             raise RunEagerly(f"more than max_in_flight={capture.max_in_flight} forwards wait for their backward")
         return slot
+
+    def _writes_shared(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> bool:
+        if not self._guarded:
+            return shares_memory(tensors, capture.plan.written)
+        if capture.written is None:
+            capture.written = WrittenMemory(capture.plan.inputs, capture.plan.written, tensors)
+        return capture.written.shared(tensors)
 
     def _new_capture(self, inputs: Sequence[Any]) -> Capture:
         tensors = tuple(value for value in inputs if isinstance(value, torch.Tensor))

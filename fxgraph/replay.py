@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ._torch_compat import aot
-from ._torch_compat.autograd import keep_graph, kernels_only, preserve_versions, will_run
+from ._torch_compat.autograd import (
+    keep_graph,
+    kernels_only,
+    plain_apply,
+    preserve_versions,
+    transforms_active,
+    will_run,
+)
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
 from .plan import Plan
@@ -34,8 +41,8 @@ class Call:
     """
 
     __slots__ = (
-        *("addresses", "capture", "inputs", "lease", "program", "random_state"),
-        *("slot", "twin", "versions", "watched", "with_history"),
+        *("capture", "handed", "inputs", "lease", "live", "program", "random_state"),
+        *("slot", "twin", "versions", "with_history"),
     )
 
     def __init__(
@@ -43,8 +50,8 @@ class Call:
     ) -> None:
         self.program, self.capture, self.slot, self.inputs, self.twin = program, capture, slot, inputs, twin
         self.lease = Lease(slot)
-        self.watched: list[tuple[torch.Tensor, int, str, frozenset[int]]] = []
-        self.addresses: list[tuple[torch.Tensor, int, str, frozenset[int]]] = []
+        self.live: list[tuple[torch.Tensor, int, int]] = []  # for plan.saved_live: tensor, version, address
+        self.handed: list[tuple[torch.Tensor, int, int]] = []  # of plan.saved_handed: tensor, version, which
         self.versions: list[int] = []
         self.with_history: list[int] = []
         self.random_state: torch.Tensor | None = None
@@ -53,22 +60,31 @@ class Call:
 
     def keep_inputs(self) -> list[torch.Tensor]:
         """Keep what a second derivative needs; returns the tensors that autograd has to keep."""
-        if not self.capture.plan.repeatable:
+        plan = self.capture.plan
+        if not plan.repeatable:
             self.inputs = ()
             return []
-        self.versions = [_version(tensor) for tensor in self.inputs]
-        for i, tensor in enumerate(self.inputs):
-            if tensor.requires_grad and not tensor.is_leaf:
+        self.versions = _versions(self.inputs)
+        kept, inputs = [], list(self.inputs)
+        for i, (tensor, spec) in enumerate(zip(inputs, plan.inputs, strict=True)):
+            if not tensor.requires_grad:
+                if not spec.live:
+                    inputs[i] = tensor.detach()
+            elif not tensor.is_leaf:
                 self.with_history.append(i)
-        kept = [self.inputs[i] for i in self.with_history]
-        self.inputs = tuple(
-            [tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach() for tensor in self.inputs]
-        )
+                kept.append(tensor)
+                inputs[i] = tensor.detach()
+        self.inputs = tuple(inputs)
         return kept
 
-    def watch(self, tensor: torch.Tensor, what: str, positions: frozenset[int]) -> None:
-        """Remember a tensor whose memory these inputs of the backward lie in."""
-        self.watched.append((tensor.detach(), _version(tensor), what, positions))
+    def watch(self, handed: Sequence[torch.Tensor]) -> None:
+        """Remember the tensors whose memory the backward reads, as they are now."""
+        plan, inputs = self.capture.plan, self.inputs
+        live = [inputs[i] for i in plan.saved_live]
+        self.live = list(zip(live, _versions(live), [tensor.data_ptr() for tensor in live], strict=True))
+        for k in plan.saved_handed:
+            if k not in self.capture.copied_outputs:
+                self.handed.append((handed[k].detach(), _version(handed[k]), k))
 
     def check_versions(self, ctx: Any) -> None:
         """Raise what autograd raises where a tensor that the backward needs was changed in place.
@@ -78,23 +94,22 @@ class Call:
             ReplayError: where a parameter was given other memory (``p.data = ...``). What eager gives then depends on
                 whether the op has saved the parameter or a view of it.
         """
-        for tensor, address, what, positions in self.addresses:
+        plan = self.capture.plan
+        for (tensor, version, address), (i, positions) in zip(self.live, plan.saved_live.items(), strict=False):
             if tensor.data_ptr() != address and self._needs(positions, ctx):
                 raise ReplayError(
                     "parameter-replaced",
                     "a parameter was given other memory between a forward and its backward",
-                    where=what,
+                    where=str(plan.inputs[i]),
                     observed="another address than at the forward (p.data = ..., or the module was moved)",
                     expected="the memory that the forward has read",
                     hint="run the backward first, or change the values in place under torch.no_grad()",
                 )
-        for tensor, version, what, positions in self.watched:
-            if tensor._version != version and self._needs(positions, ctx):
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}], which is {what} of a graphed callable, is at version "
-                    f"{tensor._version}; expected version {version} instead."
-                )
+            if _version(tensor) != version and self._needs(positions, ctx):
+                raise _changed_in_place(tensor, version, f"the {plan.inputs[i]}")
+        for tensor, version, k in self.handed:
+            if _version(tensor) != version and self._needs(plan.saved_handed[k], ctx):
+                raise _changed_in_place(tensor, version, f"output {k}")
 
     def _needs(self, positions: frozenset[int], ctx: Any) -> bool:
         """Whether a gradient that this backward was asked for depends on one of these inputs of the backward.
@@ -106,12 +121,27 @@ class Call:
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs, self.watched, self.addresses, self.twin = (), [], [], None
+        self.inputs, self.live, self.handed, self.twin = (), [], [], None
 
 
 def _wanted(ctx: Any) -> list[int]:
     """The gradients that this backward was asked for, as indices into ``plan.gradient_of``."""
     return [k for k, (node, _) in enumerate(ctx.next_functions) if node is not None and will_run(node)]
+
+
+def _changed_in_place(tensor: torch.Tensor, version: int, what: str) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}], which is {what} of a graphed callable, is at version "
+        f"{tensor._version}; expected version {version} instead."
+    )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor has none
+        return [_version(tensor) for tensor in tensors]
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -157,7 +187,8 @@ def run(
         handed = _share(handed, slot)
     else:
         call = Call(program, capture, slot, inputs, twin)
-        handed = _Node.apply(call, *[inputs[i] for i in plan.gradient_of])  # type: ignore[no-untyped-call]
+        apply: Callable[..., Any] = _Node.apply if transforms_active() else _apply
+        handed = apply(call, *[inputs[i] for i in plan.gradient_of])
     for index, position in plan.updates:
         target = inputs[index]
         # A leaf can only have been written behind autograd's back (`weight.detach().mul_(2)`).
@@ -236,12 +267,7 @@ class _Node(torch.autograd.Function):
             *[out for out, spec in zip(handed, plan.handed, strict=True) if not spec.requires_grad]
         )
         if plan.keeps:
-            for i, positions in plan.saved_live.items():
-                call.watch(call.inputs[i], f"the {plan.inputs[i]}", positions)
-                call.addresses.append((call.inputs[i], call.inputs[i].data_ptr(), str(plan.inputs[i]), positions))
-            for k, positions in plan.saved_handed.items():
-                if k not in call.capture.copied_outputs:
-                    call.watch(handed[k], f"output {k}", positions)
+            call.watch(handed)
         else:
             call.lease.end()
         # One saved tensor at least, so that autograd itself says when the graph has been freed.
@@ -268,6 +294,9 @@ class _Node(torch.autograd.Function):
                 if keeps and not keep:
                     call.end()
         return (None, *result)
+
+
+_apply = plain_apply(_Node)
 
 
 def _unpack(ctx: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,43 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any], autocasts: bool = 
                 )
             )
     return tuple(parts)
+
+
+def guarded_key_of(specs: Sequence[InputSpec], autocasts: bool) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The same for a graph whose inputs are tensors, all guarded by Dynamo with static shapes, as a quick function.
+
+    Guards have seen sizes, strides, dtypes, devices, ``requires_grad``, conj and neg bits (``TENSOR_MATCH``), grad mode
+    and autocast. What they do not see is where live inputs lie, inference mode, and which inputs are leaves.
+    """
+    live = [i for i, spec in enumerate(specs) if spec.live]
+    others = [i for i, spec in enumerate(specs) if not spec.live] if autocasts else []
+
+    def key(inputs: Sequence[Any]) -> tuple[Any, ...]:
+        addresses = [inputs[i].data_ptr() for i in live]
+        return (torch.is_inference_mode_enabled(), *addresses, *[inputs[i].is_leaf for i in others])
+
+    return key
+
+
+class WrittenMemory:
+    """Whether the inputs that a capture writes share memory with others, for calls that :func:`guarded_key_of` keys.
+
+    Live inputs lie where they lay at the first call, so from then on only the others have to be compared with what is
+    written, as long as all of that is live.
+    """
+
+    def __init__(self, specs: Sequence[InputSpec], written: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
+        self._written = written
+        self._always = shares_memory(inputs, [i for i in written if specs[i].live])
+        self._static = [i for i, spec in enumerate(specs) if not spec.live]
+        self._all_live = all(specs[i].live for i in written)
+        self._places = {inputs[i].untyped_storage().data_ptr() for i in written} - {0}
+
+    def shared(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """For these inputs."""
+        if not self._all_live:
+            return shares_memory(inputs, self._written)
+        return self._always or any(inputs[i].untyped_storage().data_ptr() in self._places for i in self._static)
 
 
 def shares_memory(inputs: Sequence[Any], mutated: Sequence[int]) -> bool:

@@ -32,6 +32,7 @@ from ._torch_compat.autograd import kernels_only, saved_tensors_hooked
 from ._torch_compat.storage import Held
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
+from .signature import WrittenMemory
 
 MAX_LAYOUTS = 4
 """How often a slot captures its backward anew for tangents of another layout; see Note [Tangents]."""
@@ -183,6 +184,8 @@ class Slot:
     def give_back(self) -> None:
         """The forward that was pending is not any more."""
         self.pending = False
+        if not self.capture.engine.poisons:
+            return
         others = [self.outputs[out.position] for out in self.capture.plan.handed] + self._arguments
         kept = {tensor.untyped_storage().data_ptr() for tensor in others}
         own = [buffer for buffer in self.outputs if buffer.untyped_storage().data_ptr() not in kept]
@@ -215,6 +218,7 @@ class Capture:
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
         self.replays = 0
+        self.written: WrittenMemory | None = None
         self.failures = 0  # captures of a slot that the engine could not make
 
     def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
@@ -277,12 +281,12 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """``target.copy_(source)`` for each pair, in one launch where there are several."""
-    with kernels_only():
-        if len(targets) > 1:
-            torch._foreach_copy_(list(targets), list(sources))
-        elif targets:
-            targets[0].copy_(sources[0])
+    """``target.copy_(source)`` for each pair, in one launch where there are several. The caller has switched grad mode
+    off."""
+    if len(targets) > 1:
+        torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+    elif targets:
+        targets[0].copy_(sources[0])
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def build(
     reasons = uncapturable(graph) if options.on_uncapturable == "split" else {}
     outputs = feeding_outputs(graph)
     if not reasons and not outputs:
-        return Program(graph, specs, options, name, pools)
+        return Program(graph, specs, options, name, pools, guarded=True)
     lifted, attributes = trace.lift_attributes(graph)
     renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
     reasons = {renamed[node]: reason for node, reason in reasons.items()}
@@ -57,10 +57,10 @@ def build(
         if stage % 2 == 0 and sizes[stage] < options.min_region_ops:
             reasons.setdefault(node, "")
     if all(node in reasons for node in stages):
-        return Program(graph, specs, options, name, pools)  # which runs eagerly as a whole, and says why
+        return Program(graph, specs, options, name, pools, guarded=True)  # which runs eagerly as a whole, and says why
     stages = assign_stages(lifted, reasons, outputs)
     if len(set(stages.values())) == 1:
-        return Program(graph, specs, options, name, pools)
+        return Program(graph, specs, options, name, pools, guarded=True)
     return Stages(lifted, attributes, stages, reasons, specs, options, name, pools)
 
 

@@ -23,6 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 import passes
+from passes.facts import value_of
 
 from . import weight_casts
 from ._torch_compat import aot, dynamo
@@ -293,6 +294,16 @@ def lift_attributes(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
         elif node.op != "placeholder":
             renamed[node] = copied.node_copy(node, renamed.__getitem__)
     return fx.GraphModule(graph, copied), tuple(tensors.values())
+
+
+def takes_static_tensors(graph: fx.GraphModule) -> bool:
+    """Whether all inputs of a graph of Dynamo's are tensors of sizes that it has guarded."""
+    values = [value_of(node) for node in graph.graph.find_nodes(op="placeholder")]
+    return all(
+        isinstance(value, torch.Tensor)
+        and not any(isinstance(n, torch.SymInt) for n in (*value.size(), *value.stride()))
+        for value in values
+    )
 
 
 def wrapped_numbers(graph: fx.GraphModule) -> tuple[int, ...]:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """``keep_graph() -> bool``, inside a backward: was it called with ``retain_graph=True``?"""
+
+
+def plain_apply(node: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``node.apply`` without what ``Function.apply`` does for functorch, which looks at each argument twice in Python.
+
+    Only where no functorch transform is active (``torch/autograd/function.py``).
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+    return apply
+
+
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 def will_run(node: torch.autograd.graph.Node) -> bool:

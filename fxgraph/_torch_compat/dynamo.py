@@ -30,6 +30,7 @@ OpFailed = exc.TorchRuntimeError
 ReadErrors = (exc.TorchDynamoException,)
 
 # Dynamo's defaults trade these checks for speed; a capture that outlives its assumptions would be silently wrong.
+# record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
 _SKIPPED_GUARDS = (
@@ -44,6 +45,7 @@ _STRICT: dict[str, Any] = {
     "specialize_int": True,
     "specialize_float": True,
     "allow_rnn": True,
+    "record_runtime_overhead": False,
 }
 
 DATA_IN_GRAPH = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}

@@ -91,6 +91,11 @@ class Engine(abc.ABC):
             Exception: whatever the region or the device raises, after everything has been put back.
         """
 
+    @property
+    @abc.abstractmethod
+    def poisons(self) -> bool:
+        """Whether :meth:`poison` does anything: a debug switch, which tests set."""
+
     @abc.abstractmethod
     def poison(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fill buffers with values that no computation gives, to make a read of a given-back buffer visible in

@@ -65,6 +65,10 @@ class CpuEngine(Engine):
         pool.regions.append(captured)
         return captured
 
+    @property
+    def poisons(self) -> bool:
+        return POISON
+
     def poison(self, tensors: Sequence[torch.Tensor]) -> None:
         if POISON:
             for tensor in tensors:

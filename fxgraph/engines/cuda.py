@@ -109,6 +109,10 @@ class CudaEngine(Engine):
         pool.regions.add(captured)
         return captured
 
+    @property
+    def poisons(self) -> bool:
+        return POISON
+
     def poison(self, tensors: Sequence[torch.Tensor]) -> None:
         if POISON:
             for tensor in tensors:
