@@ -23,6 +23,8 @@ import passes
 
 from . import engines, stages, trace
 from ._torch_compat import dynamo
+from ._torch_compat.autograd import forward_ad_level
+from ._torch_compat.fx import compile_now
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import EagerFallbackWarning, Pools, Program
@@ -70,6 +72,9 @@ class GraphedCallable:
         self.function = as_function(original)
         self._bound_self = (self.function.__self__,) if isinstance(self.function, types.MethodType) else ()
         self._plain = self.function.__func__ if isinstance(self.function, types.MethodType) else self.function
+        owner: Any = self._bound_self[0] if self._bound_self else None
+        own = isinstance(owner, torch.nn.Module) and type(owner).forward is self._plain
+        self._module = owner if own else None  # where it is the forward of a module's class
         self._signature = inspect.signature(self._plain, follow_wrapped=False)
         self._freevars = self._plain.__code__.co_freevars
         self._bind = _binder(self._signature)
@@ -87,6 +92,12 @@ class GraphedCallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        if self._module is not None and type(self._module).forward is not self._plain:
+            self._count_eager("the forward of its class is another one now")
+            return type(self._module).forward(self._module, *args, **kwargs)
+        if forward_ad_level() >= 0:
+            self._count_eager("forward-mode automatic differentiation (torch.autograd.forward_ad) is on")
             return self.original(*args, **kwargs)
         names = self._locals(args, kwargs)
         if _has_any_global_hook():
@@ -443,6 +454,7 @@ def as_function(target: Callable[..., Any]) -> types.FunctionType | types.Method
 def original_of(target: Any) -> Callable[..., Any]:
     """What runs when ``target`` is called, without fxgraph."""
     if isinstance(target, torch.nn.Module):
+        compile_now(target)
         current = target.__dict__.get("forward")
         return current.original if isinstance(current, GraphedCallable) else target.forward
     return target.original if isinstance(target, GraphedCallable) else target

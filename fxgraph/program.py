@@ -22,6 +22,7 @@ import passes
 
 from . import effects, engines, partial, plan, replay, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
+from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
 from .signature import WrittenMemory, guarded_key_of, key_of, shares_memory
@@ -123,6 +124,7 @@ class Program:
         self.replays = 0
         self._eager = trace.for_eager(self.graph).forward  # not __call__, which prints a traceback of the graph's own
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
+        self._grad_mode_after = trace.grad_mode_after(self.graph)
         self._autocast = AutocastState.now()
         self.autocasts = weight_casts.autocasts(self.graph)
         self._guarded = guarded and not self._wrapped_numbers and trace.takes_static_tensors(self.graph)
@@ -137,15 +139,19 @@ class Program:
         if self._attributes:
             inputs = (*inputs, *self._attributes)
         try:
+            if forward_ad_level() >= 0:
+                raise RunEagerly("forward-mode automatic differentiation (torch.autograd.forward_ad) is on")
             with self.lock:
                 flat = self._unwrap_numbers(inputs)
                 capture = self._capture_for(flat)
                 tensors = inputs if self._guarded else tuple([x for x in flat if isinstance(x, torch.Tensor)])
                 slot = self._slot_for(capture, tensors)
                 self.replays += 1
-                if capture.replays < self.options.verify:
-                    return verifying.verified(self, capture, slot, tensors)
-                return replay.run(self, capture, slot, tensors)
+                run = verifying.verified if capture.replays < self.options.verify else replay.run
+                outputs = run(self, capture, slot, tensors)
+                if self._grad_mode_after is not None:
+                    torch._C._set_grad_enabled(self._grad_mode_after)
+                return outputs
         except RunEagerly as error:
             reason = str(error)
         self._count_eager(reason)
@@ -165,12 +171,14 @@ class Program:
         """
         with self.lock:
             inputs = self._unwrap_numbers((*inputs, *self._attributes))
+            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
             try:
                 capture = self._capture_for(inputs)
+                if shares_memory(tensors, capture.plan.written):
+                    raise RunEagerly("an input that is changed in place shares memory with another input")
             except RunEagerly as error:
                 self._count_eager(str(error), calls=0)
                 return Prepared(used={id(value) for value in inputs})
-            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
             try:
                 with self._stage("capturing the forward"):
                     slot = capture.add_slot(tensors, with_backward=False)
@@ -325,6 +333,8 @@ class Program:
         for spec, value in zip(specs, tensors, strict=True):
             if torch._debug_has_internal_overlap(compact(value)) == 1:
                 raise RunEagerly(f"{spec} overlaps itself in memory")
+        if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
+            raise RunEagerly("it switches grad mode on inside, where it is off outside")
         graph = trace.specialise(self.graph, inputs)
         self._refuse_uncapturable(graph, trace.TORCH_LEVEL)  # first: what depends on data has no joint graph
         try:

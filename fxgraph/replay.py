@@ -16,6 +16,7 @@ import torch
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import (
+    is_batched,
     keep_graph,
     kernels_only,
     plain_apply,
@@ -319,6 +320,9 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     if len(tangents) < len(given):
         return _partial_backward(call, given)
     with kernels_only():
+        # With is_grads_batched=True: ops have batching rules, replays and copies have not.
+        if any(map(is_batched, tangents)):
+            return tuple(plan.backward(*slot.backward_inputs()[: -len(tangents)], *tangents))  # type: ignore[misc]
         if not slot.takes(tangents):
             saved = slot.backward_inputs()[: -len(tangents)]
             return tuple(plan.backward(*saved, *tangents))  # type: ignore[misc]

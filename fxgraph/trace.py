@@ -296,6 +296,22 @@ def lift_attributes(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
     return fx.GraphModule(graph, copied), tuple(tensors.values())
 
 
+def _grad_switches(graph: fx.GraphModule) -> list[bool]:
+    nodes = graph.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return [bool(node.args[0]) for node in nodes]
+
+
+def grad_mode_after(graph: fx.GraphModule) -> bool | None:
+    """The grad mode in which a torch-level graph leaves its caller, where it says so."""
+    switches = _grad_switches(graph)
+    return switches[-1] if switches else None
+
+
+def switches_grad_on(graph: fx.GraphModule) -> bool:
+    """Whether a torch-level graph switches grad mode on inside."""
+    return True in _grad_switches(graph)
+
+
 def takes_static_tensors(graph: fx.GraphModule) -> bool:
     """Whether all inputs of a graph of Dynamo's are tensors of sizes that it has guarded."""
     values = [value_of(node) for node in graph.graph.find_nodes(op="placeholder")]

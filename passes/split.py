@@ -35,16 +35,18 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
     """
     nodes = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
+    in_order |= any(not _has_storage(tensor) for node in nodes for tensor in tensors_of(node))
     memory = _memory(gm)
     changed = {storage for node in nodes for storage in _changed(node, memory)}
+    final = set(_uses_of_final_values(gm, memory))
     stages: dict[Node, int] = {}
     last_of: dict[Any, int] = {}  # what keeps its order -> the stage of the last op on it
     for node in nodes:
         least = 0
         for source in node.all_input_nodes:
             if source in stages:
-                leaves = source in cut_after and node not in eager and _differentiable(node)
-                least = max(least, stages[source] + leaves)
+                leaves = source in cut_after and (source, node) in final and node not in eager
+                least = max(least, stages[source] + (leaves and _differentiable(node)))
         ordered: list[Any] = [*_touched(node, memory) & changed]
         if in_order:
             ordered.append("every op")
@@ -94,10 +96,15 @@ def feeding_outputs(gm: GraphModule) -> list[Node]:
     """
     returned = [node for node in pytree.tree_leaves(gm.graph.output_node().args) if isinstance(node, Node)]
     outputs = {node for node in returned if node.op != "placeholder" and _differentiable(node)}
+    final = _uses_of_final_values(gm, _memory(gm))
+    uses: dict[Node, list[Node]] = {}
+    for source, user in final:
+        uses.setdefault(source, []).append(user)
     reaches: dict[Node, bool] = {}  # does an output depend on it, by ops that have a gradient and make new memory
     found = []
     for node in reversed(gm.graph.nodes):
-        users = [user for user in node.users if user.op != "output" and _differentiable(user)]
+        users = [user for user in (uses.get(node, ()) if node in outputs else node.users) if user.op != "output"]
+        users = [user for user in users if _differentiable(user)]
         reaches[node] = any(reaches[user] or (user in outputs and not _is_view(user, node)) for user in users)
         if node in outputs and reaches[node]:
             found.append(node)
@@ -136,12 +143,28 @@ def _memory(gm: GraphModule) -> Memory:
     return memory
 
 
+def _uses_of_final_values(gm: GraphModule, memory: Memory) -> list[tuple[Node, Node]]:
+    """(value, user) pairs but those that come before the value's last change in place: they use another value."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    last_change: dict[int, int] = {}
+    for node, i in place.items():
+        if node.op not in ("placeholder", "get_attr", "output"):
+            last_change.update(dict.fromkeys(_changed(node, memory), i))
+    return [
+        (node, user)
+        for node in gm.graph.nodes
+        for user in node.users
+        if place[user] > max((last_change.get(storage, -1) for storage in memory[node]), default=-1)
+    ]
+
+
 def _touched(node: Node, memory: Memory) -> set[int]:
     return memory[node].union(*[memory[source] for source in node.all_input_nodes])
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # inside of vmap or torch.func.grad
+    return tensor.layout is torch.strided and not tensor.is_nested and not wrapped
 
 
 _STATE = {

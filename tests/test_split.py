@@ -109,6 +109,8 @@ def test_a_cut_holds_for_what_gradients_pass() -> None:
         (lambda x: (lambda y: (y, y.cos(), y.cos().exp()))(x.sin()), ["sin"]),
         (lambda x: (lambda y, z: (y, z, z.exp()))(x.sin(), x.cos()), ["cos"]),
         (lambda x: (x, x.exp()), []),
+        (lambda x: (lambda y: (y, y.exp(), y.add_(1))[:2])(x.sin()), []),  # of the value before it was changed
+        (lambda x: (lambda y: (y.add_(1), (y, y.exp()))[1])(x.sin()), ["sin"]),
     ],
 )
 def test_outputs_that_feed_others(function: Callable[..., Any], feeding: list[str]) -> None:

@@ -41,6 +41,7 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch.autograd.graph.increment_version", ["tensor"]),
     ("torch._debug_has_internal_overlap", []),
     ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
+    ("torch.fx._lazy_graph_module._LazyGraphModule.force_recompile", ["gm"]),
     ("torch._dynamo.exc.Unsupported", []),
     ("torch._dynamo.guards.profile_guard_manager", []),
     ("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fxgraph
@@ -209,3 +211,170 @@ def test_an_error_that_the_callable_catches_itself(device: str) -> None:
     x = torch.randn(2, 4, device=device)
     graphed = make_graphed_callables(f, (x,))
     torch.testing.assert_close(graphed(x), f(x), rtol=0, atol=0)
+
+
+# -- modes and transforms ---------------------------------------------------------------------------------------------
+
+
+def entries(function: Any, *sample: torch.Tensor) -> list[Any]:
+    return [fxgraph.make_graphed_callables(function, sample), torch.compile(function, backend="graphed")]
+
+
+@pytest.mark.filterwarnings("ignore:.*switches grad mode on inside:fxgraph.EagerFallbackWarning")
+def test_grad_mode_switched_on_inside_of_no_grad(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return (x * x).sum()
+
+    x = torch.randn(3, device=device, requires_grad=True)
+    for graphed in entries(function, x):
+        with torch.no_grad():
+            out = graphed(x)
+        (grad,) = torch.autograd.grad(out, x)
+        assert torch.equal(grad, 2 * x)
+
+
+def test_a_grad_mode_that_leaks_out(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        return x * 2
+
+    x = torch.randn(3, device=device, requires_grad=True)
+    for graphed in entries(function, x):
+        for _ in range(3):
+            torch.set_grad_enabled(True)
+            try:
+                graphed(x)
+                assert not torch.is_grad_enabled()
+            finally:
+                torch.set_grad_enabled(True)
+
+
+@pytest.mark.filterwarnings("ignore:.*forward-mode:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, for make_dual
+def test_forward_mode(device: str) -> None:
+    x = torch.randn(3, device=device)
+    for graphed in entries(lambda x: x * x, x):
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(graphed(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert torch.equal(tangent, 2 * x)
+        assert torch.equal(graphed(x), x * x)
+
+
+@pytest.mark.filterwarnings("ignore:.*forward of its class:fxgraph.EagerFallbackWarning")
+@pytest.mark.parametrize("how", ["method", "class"])
+def test_the_class_of_a_module_gets_another_forward(how: str, device: str) -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Trebles(Doubles):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+    x = torch.randn(3, device=device)
+    module = Doubles()
+    graphed = fxgraph.make_graphed_callables(module, (x,))
+    if how == "method":
+        Doubles.forward = Trebles.forward
+    else:
+        module.__class__ = Trebles
+    assert torch.equal(graphed(x), x * 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.Function:fxgraph.EagerFallbackWarning")
+# Dynamo, reading a Function that is defined in a function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_that_wants_none_for_gradients_that_are_none(device: str) -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
+            ctx.set_materialize_grads(False)
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx: Any, one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+            return one + (100 if other is None else other)
+
+    x = torch.randn(3, device=device, requires_grad=True)
+    for graphed in entries(lambda x: Function.apply(x)[0] * 1, x):
+        (grad,) = torch.autograd.grad(graphed(x).sum(), x)
+        assert torch.equal(grad, torch.full_like(x, 101))
+
+
+def test_a_default_device(device: str) -> None:
+    module, x = nn.Linear(3, 2).to(device), torch.randn(4, 3, device=device)
+    with torch.device(device):
+        graphed = fxgraph.make_graphed_callables(module, (x,))
+        inside = graphed(x)
+    assert torch.equal(graphed(x), inside)
+    makes = fxgraph.make_graphed_callables(lambda x: x + torch.ones(3), (torch.randn(4, 3),))
+    with torch.device("cpu"):
+        assert makes(torch.zeros(4, 3)).sum() == 12
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_functorch_inside(transform: Any, device: str) -> None:
+    inner = (lambda t: t.sin().sum()) if transform is torch.func.grad else (lambda t: t.sin() * 2)
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(lambda x: transform(inner)(x), (x,))
+    for _ in range(2):
+        out, expected = graphed(x), transform(inner)(x)
+        assert torch.equal(out, expected)
+        assert torch.equal(*[torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)])
+
+
+def test_a_batched_backward(device: str) -> None:
+    x, v = torch.randn(3, device=device, requires_grad=True), torch.randn(5, 3, device=device)
+    graphed = fxgraph.make_graphed_callables(lambda x: x.sin() * 2, (x,))
+    grads = [
+        torch.autograd.grad(function(x), x, v, is_grads_batched=True)[0]
+        for function in (graphed, lambda x: x.sin() * 2)
+    ]
+    assert torch.equal(*grads)
+    graphed(x).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*shares memory with another input:fxgraph.EagerFallbackWarning")
+def test_samples_that_overlap_where_one_is_changed(device: str) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    memory = torch.randn(5, device=device)
+    graphed = fxgraph.make_graphed_callables(function, (memory[1:], memory[:-1]))
+    other = memory.clone()
+    assert torch.equal(graphed(memory[1:], memory[:-1]), function(other[1:], other[:-1]))
+    assert torch.equal(memory, other)
+
+
+def test_threads_that_compile_at_the_same_time(device: str) -> None:
+    x = torch.randn(3, 4, device=device)
+    modules = [torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device), backend="graphed") for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def run(module: Any) -> None:
+        try:
+            module(x).sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(module,)) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_graph_module_that_has_not_been_called_yet(device: str) -> None:
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(copy.deepcopy(graph))
+        return graph
+
+    x = torch.ones(3, device=device)
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(x)
+    graphed = fxgraph.make_graphed_callables(seen[0], (x,))
+    assert torch.equal(graphed(x)[0], x.sin() + 1)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors, schemas
 from torch._functorch._aot_autograd.functional_utils import gen_alias_from_base
@@ -87,6 +88,7 @@ def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[
     """
     with (
         tracing(),
+        torch_function_mode_stack_state_mgr,  # modes have had their say when the torch-level graph was made
         contextlib.ExitStack() as stack,
         eager_kernels(),
         functorch_config.patch(functionalize_rng_ops=False),

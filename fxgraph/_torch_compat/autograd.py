@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -20,6 +21,17 @@ def plain_apply(node: type[torch.autograd.Function]) -> Callable[..., Any]:
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
     return apply
+
+
+def forward_ad_level() -> int:
+    """The level of forward-mode differentiation that is on; -1 if none is."""
+    return forward_ad._current_level
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a batch of them, in a backward with ``is_grads_batched=True`` or inside of vmap."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 transforms_active = torch._C._are_functorch_transforms_active

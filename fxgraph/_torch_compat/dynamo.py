@@ -20,6 +20,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
 
 from .tracing import tracing
 
@@ -74,7 +75,14 @@ class Reading:
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
-        with get_metrics_context(), dynamo_timed("fxgraph_guards"), _tracing(backend_input), strict(), _unmeasured():
+        with (
+            get_metrics_context(),
+            dynamo_timed("fxgraph_guards"),
+            _tracing(backend_input),
+            strict(),
+            _unmeasured(),
+            torch_function_mode_stack_state_mgr.temp_restore_stack(),  # which is guarded too
+        ):
             manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
         self.check: Callable[[dict[str, Any]], bool] = manager.check
         self._manager = manager
@@ -236,14 +244,20 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
 
     Before torch 2.13, a ``torch.autograd.Function`` that is given one tensor as two arguments loses a gradient (PyTorch
     issue 183604; seen on 2.11.0, right on 2.13.0). The graph does not show which calls are concerned, so all of them
-    are refused.
+    are refused. In all versions (up to 2.13.0) ``set_materialize_grads(False)`` is lost, which the graph does not show
+    either; it concerns functions with several outputs.
 
     Raises:
         Miscompiled: if there is such a node.
     """
-    if TorchVersion(torch.__version__) >= "2.13":
-        return
-    if graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+    nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply)
+    for node in nodes:
+        if len(pytree.tree_leaves(node.meta.get("example_value"))) > 1:
+            raise Miscompiled(
+                "a torch.autograd.Function with several outputs: where it calls set_materialize_grads(False), Dynamo "
+                "would give it zeros for gradients that are None"
+            )
+    if nodes and TorchVersion(torch.__version__) < "2.13":
         raise Miscompiled(
             "a torch.autograd.Function, whose gradients Dynamo gets wrong in some cases before torch 2.13"
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 
-LOCK = threading.RLock()
-"""Held while torch traces or captures: fx's interpreter, which captures, writes process-wide state too."""
+from torch._dynamo import convert_frame
+
+LOCK = convert_frame.compile_lock
+"""Held while torch traces or captures: fx's interpreter, which captures, writes process-wide state too. It is the lock
+under which Dynamo compiles, in other threads as well.
+"""
 
 
 @contextlib.contextmanager
