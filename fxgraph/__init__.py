@@ -22,6 +22,7 @@ if getattr(passes, _MARK, None) != __version__:
 
 from .api import make_graphed_callables, ungraph
 from .backend import graphed as _backend
+from .breaks import eager
 from .checking import check
 from .errors import (
     CaptureError,
@@ -57,6 +58,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "check",
+    "eager",
     "make_graphed_callables",
     "passes",
     "stats",

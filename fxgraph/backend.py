@@ -12,11 +12,11 @@ import torch
 import torch._dynamo
 from torch import fx
 
-from . import trace
+from . import stages, trace
 from ._torch_compat import dynamo
 from .errors import OptionError
 from .options import Options
-from .program import EagerFallbackWarning, Pools, Program
+from .program import EagerFallbackWarning, Pools
 
 
 def graphed(
@@ -69,7 +69,7 @@ def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: s
         warnings.warn(f"fxgraph: {name} runs eagerly: it has {error}", EagerFallbackWarning, stacklevel=2)
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
-    program = Program(graph, specs, options, name, pools)
+    program = stages.build(graph, specs, options, name, pools)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         dynamo.release_guards()
@@ -89,4 +89,6 @@ def _compile_part(
     graph: fx.GraphModule, example_inputs: list[Any], *, options: Options, pools: Pools, name: str
 ) -> Callable[..., tuple[Any, ...]]:
     del example_inputs
+    if len(stages.ops_of(graph)) < options.min_region_ops:
+        return trace.for_eager(graph).forward
     return compile_graph(graph, options, pools, name)

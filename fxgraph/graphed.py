@@ -21,24 +21,32 @@ from torch.utils import _pytree as pytree
 
 import passes
 
-from . import engines, plan, trace
+from . import engines, stages, trace
 from ._torch_compat import dynamo
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import EagerFallbackWarning, Pools, Program
 from .slots import compact
+from .stages import Stages
 
 ALIVE: weakref.WeakSet[GraphedCallable] = weakref.WeakSet()
 
 
 class _Traced:
-    """A trace and its program; ``program`` is None where the callable runs no tensor op."""
+    """A trace and what runs its graph; ``program`` is None where the callable runs no tensor op."""
 
     __slots__ = ("call", "check", "program", "trace")
 
-    def __init__(self, traced: trace.PythonTrace, program: Program | None, call: Callable[..., Any]) -> None:
+    def __init__(self, traced: trace.PythonTrace, program: Program | Stages | None, call: Callable[..., Any]) -> None:
         self.trace, self.program, self.call = traced, program, call
         self.check = traced.check
+
+    @property
+    def programs(self) -> list[Program]:
+        """The captured parts."""
+        if isinstance(self.program, Stages):
+            return self.program.programs
+        return [self.program] if self.program is not None else []
 
 
 class GraphedCallable:
@@ -100,7 +108,7 @@ class GraphedCallable:
 
     def programs(self) -> Iterator[Program]:
         """The programs of all traces."""
-        return (traced.program for traced in self._traced if traced.program is not None)
+        return (program for traced in self._traced for program in traced.programs)
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         """Trace for these arguments and capture the forward; the result captures the backward.
@@ -126,27 +134,19 @@ class GraphedCallable:
                 self._cannot_trace(error, calls=0)
                 return lambda: None
             self._add(traced)  # from here on `release` gives everything back
-            slot = None
-            if traced.program is not None:
-                inputs = traced.trace.flat_inputs(args, kwargs)
-                slot = traced.program.prepare(inputs)
-                if slot is not None and not self.allow_unused:
-                    self._refuse_unused(slot.capture.plan, inputs, args, kwargs)
-            program = traced.program
-        return (lambda: program.finish(slot)) if program is not None and slot is not None else (lambda: None)
+            if traced.program is None:
+                return lambda: None
+            prepared = traced.program.prepare(traced.trace.flat_inputs(args, kwargs))
+            if prepared.differentiable and not self.allow_unused:
+                self._refuse_unused(prepared.used, args, kwargs)
+        return prepared.finish
 
-    def _refuse_unused(
-        self, planned: plan.Plan, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _refuse_unused(self, used: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The inputs and parameters of the sample that require grad must have a gradient.
 
         Raises:
             ContractError: ``unused-input``, naming all that have none.
         """
-        if planned.backward is None:
-            return
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        used = {id(tensors[i]) for i in planned.gradient_of}
         site = passes.CallSite(self.original, args, kwargs)
         wanted = {path: tensor for path, tensor in site.tensors() if tensor.requires_grad}
         unused = tuple(path for path, tensor in wanted.items() if id(tensor) not in used)
@@ -255,11 +255,11 @@ class GraphedCallable:
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
-        traced = trace.read(self.function, args, kwargs)
+        traced = self._read(args, kwargs)
         if traced.graph is None:
             return _Traced(traced, None, self._plain)
         report = passes.check(traced.graph, trace.TORCH_LEVEL)
-        if not report.ok:
+        if not report.ok and not (self.options.on_uncapturable == "split" and stages.uncapturable(traced.graph)):
             first = report.violations[0]
             raise TraceError(
                 first.id,
@@ -270,17 +270,29 @@ class GraphedCallable:
                 hint=first.hint,
                 violations=tuple(report.violations),
             )
-        program = Program(traced.graph, traced.specs, self.options, self.name, self.pools)
+        program = stages.build(traced.graph, traced.specs, self.options, self.name, self.pools)
         return _Traced(traced, program, traced.bind(program))
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.PythonTrace:
+        """The callable's graph; where data decides on sizes or numbers, with these as values in the graph."""
+        try:
+            return trace.read(self.function, args, kwargs)
+        except TraceError as error:
+            if self.options.on_uncapturable != "split" or error.id != "untraceable" or raises_itself(error):
+                raise
+            try:
+                return trace.read(self.function, args, kwargs, **dynamo.DATA_IN_GRAPH)
+            except TraceError:
+                raise error from None
 
     def _add(self, traced: _Traced) -> None:
         kept = [traced, *self._traced]
         self._traced = kept[: self.options.max_captures]
         for oldest in kept[self.options.max_captures :]:
-            if oldest.program is not None:
-                oldest.program.release()
-                self.past_replays += oldest.program.replays
-                self.eager_reasons.update(oldest.program.eager_reasons)
+            for program in oldest.programs:
+                program.release()
+                self.past_replays += program.replays
+                self.eager_reasons.update(program.eager_reasons)
 
     def _cannot_trace(self, error: TraceError, calls: int = 1) -> None:
         """Decide how to go on with a callable that does not fit into one graph."""

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
+from passes import AnyPass
+
 from .errors import OptionError
 
 
@@ -22,6 +24,10 @@ class Options:
         max_in_flight: forwards that may be outstanding before their backward; past it, eager with one warning.
         on_uncapturable: what happens to a callable with a part that no CUDA graph can hold. ``split`` captures what is
             around it, ``eager`` runs the callable eagerly, ``error`` raises :class:`~fxgraph.errors.UncapturableError`.
+        min_region_ops: where a callable is captured in parts, a part of fewer ops runs eagerly.
+        passes: rewrites of the callable's torch-level graph, run in this order before forward and backward are made of
+            it: passes of :mod:`passes`, ``torch.fx`` passes (``PassBase``), functions of a ``GraphModule``. They must
+            keep its inputs and outputs. What they change, runs that way eagerly too.
         num_warmup_iters: how often a region runs before it is captured.
         verify: how many first replays of each capture are also run eagerly, on copies, and compared, forward and
             backward; a difference raises :class:`~fxgraph.errors.VerifyError`, which names the first op that differs.
@@ -36,6 +42,8 @@ class Options:
     max_captures: int = 8
     max_in_flight: int = 2
     on_uncapturable: Literal["split", "eager", "error"] = "split"
+    min_region_ops: int = 2
+    passes: tuple[AnyPass, ...] = ()
     num_warmup_iters: int = 3
     verify: int = 0
 
@@ -43,7 +51,11 @@ class Options:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value, allowed = getattr(self, field.name), get_args(hints[field.name])
-            if allowed:
+            if field.name == "passes":
+                if not isinstance(value, (list, tuple)) or not all(map(callable, value)):
+                    raise _bad_value(field.name, value, "a list of passes: each takes a torch.fx.GraphModule")
+                object.__setattr__(self, "passes", tuple(value))
+            elif allowed:
                 if value not in allowed:
                     raise _bad_value(field.name, value, "one of " + ", ".join(map(repr, allowed)))
             elif not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[field.name]:
@@ -81,7 +93,7 @@ class Options:
         return cls(**{**options, **overrides})
 
 
-_LEAST = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0, "verify": 0}
+_LEAST = {"max_captures": 1, "max_in_flight": 1, "min_region_ops": 1, "num_warmup_iters": 0, "verify": 0}
 
 
 def _bad_value(name: str, value: object, expected: str) -> OptionError:

@@ -10,7 +10,7 @@ from torch import fx
 
 from ._torch_compat import aot
 from .effects import CannotPlan, random_nodes
-from .plan import Plan, drop_forward_draws, own_memory, views_that_may_copy
+from .plan import Plan, drop_forward_draws, for_real_tensors, own_memory
 from .trace import JointGraph, OutputKind, output_args
 
 
@@ -83,7 +83,7 @@ def partial_backward(plan: Plan, narrowed: JointGraph) -> PartialBackward:
     graph = own_memory(graph)
     drawn = {original[node.name] for node in random_nodes(plan.forward)}
     drop_forward_draws(graph, {node.name for node in random_nodes(narrowed.gm) if numbered[node] in drawn})
-    views_that_may_copy(graph)
+    for_real_tensors(graph)
     return PartialBackward(graph, tuple(first_of.values()), gradient_of)
 
 

@@ -254,7 +254,7 @@ def make(joint: JointGraph) -> Plan:
         raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
     forward.graph.output_node().args = (tuple(buffers),)
     forward.graph.eliminate_dead_code()
-    views_that_may_copy(forward)
+    for_real_tensors(forward)
     return plan
 
 
@@ -302,7 +302,7 @@ def _plan_backward(
     backward = own_memory(backward)
     drop_forward_draws(backward, drawn)
     refuse_other_draws(backward)
-    views_that_may_copy(backward)
+    for_real_tensors(backward)
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
 
 
@@ -321,12 +321,15 @@ def drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
         raise CannotPlan(f"the backward would draw the forward's random numbers again: {', '.join(again)}")
 
 
-def views_that_may_copy(region: fx.GraphModule) -> None:
-    """``reshape`` for ``view``: the trace took ``view`` because its strides allowed it.
+def for_real_tensors(region: fx.GraphModule) -> None:
+    """What the trace could take for granted and a region on real tensors cannot.
 
-    Real strides can differ from traced ones (a kernel whose fake implementation says otherwise, a tangent that is
-    expanded), and eager's own ``reshape`` would copy then.
+    ``reshape`` for ``view``, which the trace took because its strides allowed it: real strides can differ from traced
+    ones (a kernel whose fake implementation says otherwise, a tangent that is expanded), and eager's own ``reshape``
+    would copy then. ``zeros`` for ``_efficientzerotensor``, which has no memory that a replay could write.
     """
+    for node in region.graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
+        node.target = torch.ops.aten.zeros.default
     for target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         for node in region.graph.find_nodes(op="call_function", target=target):
             node.target = torch.ops.aten.reshape.default

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import threading
 import warnings
 import weakref
@@ -26,7 +27,7 @@ from .options import Options
 from .signature import key_of, shares_memory
 from .slots import Capture, Slot, compact
 
-ALIVE: weakref.WeakSet[Program] = weakref.WeakSet()
+ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every program that exists; ``fxgraph.stats()`` sums over it."""
 
 
@@ -62,6 +63,29 @@ class Pools:
     def bytes_held(self) -> int:
         """Bytes that all pools hold."""
         return sum(pool.bytes_held() for pool in self._pools.values())
+
+
+@dataclasses.dataclass
+class Prepared:
+    """What is captured for a sample.
+
+    Attributes:
+        slots: slots whose forward is captured, with their programs; the backwards are to come (:meth:`finish`).
+        used: ids of the given tensors that have a gradient, or may have one where something runs eagerly.
+    """
+
+    slots: list[tuple[Program, Slot]] = dataclasses.field(default_factory=list)
+    used: set[int] = dataclasses.field(default_factory=set)
+
+    def finish(self) -> None:
+        """Capture the backwards, the last forward's first."""
+        for program, slot in reversed(self.slots):
+            program.finish(slot)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether anything captured has a backward."""
+        return any(slot.capture.plan.backward is not None for _, slot in self.slots)
 
 
 class Program:
@@ -128,10 +152,8 @@ class Program:
                 raise
             raise self._op_failed(error) from error
 
-    def prepare(self, inputs: Sequence[Any]) -> Slot | None:
-        """Trace, check and capture the forward for these inputs; None where this program runs eagerly.
-
-        The caller captures the slot's backward with :meth:`finish`.
+    def prepare(self, inputs: Sequence[Any]) -> Prepared:
+        """Trace, check and capture the forward for these inputs; nothing where this program runs eagerly.
 
         Raises:
             UncapturableError: with ``on_uncapturable="error"``.
@@ -143,11 +165,12 @@ class Program:
                 capture = self._capture_for(inputs)
             except RunEagerly as error:
                 self._count_eager(str(error), calls=0)
-                return None
+                return Prepared(used={id(value) for value in inputs})
             tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
             try:
                 with self._stage("capturing the forward"):
-                    return capture.add_slot(tensors, with_backward=False)
+                    slot = capture.add_slot(tensors, with_backward=False)
+                    return Prepared([(self, slot)], {id(tensors[i]) for i in capture.plan.gradient_of})
             except CaptureError as error:
                 own = self._own_failure(capture, tensors)
                 if own is None:

@@ -336,7 +336,7 @@ def export(
         ) from error
     except FxgraphError:
         raise
-    except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         add_note(error, "fxgraph: while tracing the joint forward/backward graph; nothing was captured")
         raise TraceError(
             "joint-untraceable",

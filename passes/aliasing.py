@@ -99,12 +99,12 @@ class Aliases:
         aliases = cls()
         for node in gm.graph.nodes:
             for source in _aliased_inputs(node):
-                aliases._join(node, source)
+                aliases.join(node, source)
             if node.target is operator.getitem and isinstance(node.args[1], int):
-                aliases._join(node, ("element", *node.args))  # the same element may be taken twice
+                aliases.join(node, ("element", *node.args))  # the same element may be taken twice
             value = value_of(node)
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                aliases._join(node, ("storage", value.untyped_storage()._cdata))
+                aliases.join(node, ("storage", value.untyped_storage()._cdata))
         aliases.outside = {aliases.storage(node) for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
         return aliases
 
@@ -117,7 +117,8 @@ class Aliases:
             item = parent
         return item
 
-    def _join(self, one: object, other: object) -> None:
+    def join(self, one: object, other: object) -> None:
+        """Record that two nodes, or other keys for memory, may share memory."""
         first, second = self._find(one), self._find(other)
         if first is not second:
             self._parent[first] = second
@@ -149,14 +150,14 @@ def _aliased_inputs(node: Node) -> list[Node]:
     """The inputs whose memory the value of ``node`` may share; ``node`` may be an element of another's value."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source = node.args[0]
-        return _shared_with_return(source, node.args[1]) if isinstance(node.args[1], int) else [source]
+        return shared_with_return(source, node.args[1]) if isinstance(node.args[1], int) else [source]
     if isinstance(value_of(node), (tuple, list)):
         return []  # its elements are followed one by one
-    return _shared_with_return(node, 0)
+    return shared_with_return(node, 0)
 
 
-def _shared_with_return(node: Node, position: int) -> list[Node]:
-    """The inputs of ``node`` that its return number ``position`` may alias; a returned list counts as one return."""
+def shared_with_return(node: Node, position: int) -> list[Node]:
+    """Return the inputs that return number ``position`` of ``node`` may alias; a returned list counts as one return."""
     op = node.target
     if isinstance(op, HigherOrderOperator):
         return list(node.all_input_nodes)

@@ -83,6 +83,11 @@ EXOTIC_LAYOUT: frozenset[str] = frozenset(
     {"to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "to_mkldnn"}
     | {"sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor"}
     | {"sparse_compressed_tensor", "quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic"}
+    # What the functions and methods above become at ATen level, where make_fx on real tensors leaves no fake value.
+    | {"_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc"}
+    | {"_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors"}
+    | {"_sparse_compressed_tensor_unsafe", "_sparse_csr_tensor_unsafe", "_sparse_csc_tensor_unsafe"}
+    | {"_sparse_bsr_tensor_unsafe", "_sparse_bsc_tensor_unsafe", "_nested_tensor_from_tensor_list"}
 )
 """Plain names of what makes a tensor that is not strided and dense; needed where a graph carries no fake values."""
 

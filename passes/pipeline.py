@@ -130,7 +130,7 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
     graph = Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
     copied_nodes: dict[Node, Node] = {}
     returned = graph.graph_copy(gm.graph, copied_nodes)
-    if returned is not None:
+    if gm.graph.find_nodes(op="output"):  # what it returns may be None
         graph.output(returned).meta = dict(gm.graph.output_node().meta)
     graph.set_codegen(gm.graph._codegen)
     copied = GraphModule(gm, graph, class_name=type(gm).__name__.removesuffix("Impl"))

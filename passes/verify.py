@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch._ops import OperatorBase, OpOverload
@@ -96,7 +96,8 @@ class MissingFakeValue(NodeConstraint):
 
 @dataclass(frozen=True)
 class ReadAfterWriteBack(NodeConstraint):
-    """Once an input has been written back (``aten.copy_`` into a placeholder, its result unused), nothing reads it.
+    """Once an input has been written back (``aten.copy_`` into a placeholder, its result unused, or
+    ``aten._foreach_copy_`` into several), nothing reads it.
 
     Tracers put write-backs last, and later code uses the copy's result. A read that a pass moved or left behind a
     write-back sees the new value where the program means the old one.
@@ -109,14 +110,13 @@ class ReadAfterWriteBack(NodeConstraint):
 
     def node_verdict(self, node: Node) -> Verdict:
         """Return the verdict on one write-back."""
-        target = node.args[0] if node.target is torch.ops.aten.copy_.default and node.args else None
-        if not isinstance(target, Node) or target.op != "placeholder" or node.users:
-            return Satisfied(self)
-        late = next((user for user in target.users if user.op != "output" and user > node), None)
-        if late is None:
-            return Satisfied(self)
-        observed = f"{late.name} reads {target.name} after {node.name} wrote it"
-        return self.violation(where_of(late), observed, f"{node.name} after every reader of {target.name}")
+        for target in _written_back(node):
+            late = next((user for user in target.users if user.op != "output" and user > node), None)
+            if late is not None:
+                observed = f"{late.name} reads {target.name} after {node.name} wrote it"
+                expected = f"{node.name} after every reader of {target.name}"
+                return self.violation(where_of(late), observed, expected)
+        return Satisfied(self)
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,15 @@ def verify(gm: GraphModule) -> Report:
 
 def _has_value(node: Node) -> bool:
     return value_of(node) is not None or any(key in node.meta for key in ("val", "example_value"))
+
+
+def _written_back(node: Node) -> list[Node]:
+    """The placeholders into which a write-back copies; none if ``node`` is no write-back."""
+    if not node.args or node.users:
+        return []
+    targets: Any = {torch.ops.aten.copy_.default: [node.args[0]], torch.ops.aten._foreach_copy_.default: node.args[0]}
+    found = targets.get(node.target, [])
+    return [target for target in found if isinstance(target, Node) and target.op == "placeholder"]
 
 
 def _returns_something(node: Node) -> bool:

@@ -24,6 +24,7 @@ MAY: dict[str, set[str]] = {
     "errors": set(),
     "options": {"errors"},
     "_torch_compat": set(),
+    "breaks": set(),
     "engines": {"errors", "_torch_compat"},
     "weight_casts": set(),
     "trace": {"errors", "weight_casts", "_torch_compat"},
@@ -53,7 +54,7 @@ MAY: dict[str, set[str]] = {
     },
 }
 # The front of the house may import all that is above, and each other in this order.
-FRONT = ["backend", "graphed", "api", "checking", "stats", "__init__"]
+FRONT = ["stages", "backend", "graphed", "api", "checking", "stats", "__init__"]
 
 
 def room(path: Path) -> str:

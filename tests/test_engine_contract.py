@@ -740,3 +740,20 @@ def test_a_pool_of_another_engine_is_an_error(engine: Engine, device: str) -> No
     x = torch.ones(2, device=device)
     with pytest.raises(AssertionError, match="pool of another engine"):
         engine.capture(Foreign(), affine, [x, x], 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_whose_out_form_is_another_op(reduction: str, weighted: bool, device: str) -> None:
+    engine = engines.get(device)
+    x, t = torch.rand(3, 2, device=device), torch.rand(3, 2, device=device)
+    weight = [torch.rand(3, 2, device=device)] * weighted
+
+    def loss(*inputs: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.nn.functional.binary_cross_entropy(*inputs, reduction=reduction),)
+
+    region = engine.capture(engine.new_pool(torch.device(device)), loss, [x, t, *weight], 0)
+    for _ in range(2):
+        x.uniform_(0.1, 0.9)
+        region.replay()
+        torch.testing.assert_close(region.outputs, loss(x, t, *weight), rtol=0, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -15,14 +15,14 @@ from passes import Report, Where
 from passes.contract_callable import BufferRequiresGrad, NotCallable
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
-CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_args(hint)}
-COUNTS = {"max_captures": 1, "max_in_flight": 1, "num_warmup_iters": 0, "verify": 0}
+CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
+COUNTS = {"max_captures": 1, "max_in_flight": 1, "min_region_ops": 1, "num_warmup_iters": 0, "verify": 0}
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_option_is_a_choice_or_a_count() -> None:
-    assert set(CHOICES) | set(COUNTS) == set(FIELDS)
+def test_every_option_is_a_choice_a_count_or_passes() -> None:
+    assert set(CHOICES) | set(COUNTS) | {"passes"} == set(FIELDS)
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name, allowed in CHOICES.items() for v in allowed])

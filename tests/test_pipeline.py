@@ -155,6 +155,13 @@ def test_no_passes_give_an_equal_graph_that_is_not_the_same() -> None:
     assert show(result.graph_module) == show(gm)
 
 
+def test_a_graph_that_returns_nothing_keeps_its_output_node() -> None:
+    gm = make_fx(lambda x: [x.add_(1)].clear(), tracing_mode="fake")(torch.zeros(1))
+    x = torch.zeros(1)
+    assert apply(gm, [])(x) is None
+    assert x.item() == 1
+
+
 def error_of(*passes: Any, gm: GraphModule | None = None, **options: Any) -> PassError:
     with pytest.raises(PassError) as caught:
         Pipeline(passes, **options)(add_one() if gm is None else gm)

@@ -211,3 +211,67 @@ def test_weights_that_are_used_several_times_under_autocast(inside: bool, leaf: 
         x.grad = None
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
     assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_a_gradient_that_torch_keeps_without_memory(device: str) -> None:
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(torch.sgn, (x,))
+    (grad,) = torch.autograd.grad(graphed(x).square().sum(), x)
+    assert torch.equal(grad, torch.zeros_like(x))
+    assert fxgraph.stats(graphed).replays == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*ZeroDivisionError:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:Error detected in MseLossBackward0:UserWarning")  # of the failing trace
+def test_a_decomposition_that_divides_by_the_number_of_elements(device: str) -> None:
+    x = torch.randn(0, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(nn.functional.mse_loss, (x, torch.randn(0, device=device)))
+    assert graphed(x, torch.randn(0, device=device)).isnan()
+
+
+@pytest.mark.parametrize("name", ["hook", "retain_grad", "grad of one with respect to the other", "second order"])
+def test_an_output_that_feeds_another_one(name: str, device: str) -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = (x @ w).tanh()
+        second = (first @ w).tanh()
+        return first, second, second.square().sum()
+
+    x = torch.randn(3, 4, device=device)
+    w = torch.randn(4, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(layers, (x, w))
+    results = []
+    for function in (layers, graphed):
+        w.grad = None
+        first, second, loss = function(x, w)
+        seen: list[Any] = []
+        if name == "hook":
+            for out in (first, second, loss):
+                out.register_hook(lambda grad, seen=seen: seen.append(grad) or grad * 2)
+            loss.backward()
+        elif name == "retain_grad":
+            first.retain_grad(), second.retain_grad()
+            (loss + first.sum()).backward()
+            seen += [first.grad, second.grad]
+        elif name == "second order":
+            (grad,) = torch.autograd.grad(loss, second, create_graph=True)
+            seen += [*torch.autograd.grad(grad.square().sum(), [first, w])]
+        else:
+            seen += [*torch.autograd.grad(loss, [first, second, w], retain_graph=True)]
+            seen += [*torch.autograd.grad(second.sum(), [first, w])]
+        results.append((seen, w.grad))
+    torch.testing.assert_close(results[1], results[0])
+    assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_an_op_that_dynamo_takes_apart_rounds_as_in_eager(device: str) -> None:
+    inputs = (torch.randn((), device=device), torch.randn(5, 5, 1, device=device), torch.randn(1, 5, device=device))
+    graphed = fxgraph.make_graphed_callables(lambda a, b, c: torch.addcdiv(a, b, c, value=3.14), inputs)
+    torch.testing.assert_close(graphed(*inputs), torch.addcdiv(*inputs, value=3.14), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_an_op_that_fails_leaves_no_error_in_the_log(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    graphed = fxgraph.make_graphed_callables(nn.Linear(3, 4).to(device), (torch.randn(2, 3, device=device),))
+    with pytest.raises(fxgraph.TraceError):
+        graphed(torch.randn(2, 7, device=device))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

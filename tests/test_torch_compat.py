@@ -49,6 +49,8 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._debug_has_internal_overlap", []),
     ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
     ("torch._dynamo.exc.Unsupported", []),
+    ("torch._dynamo.guards.profile_guard_manager", []),
+    ("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", []),
     ("torch._dynamo.exc.TorchRuntimeError", []),
     ("torch._dynamo.exc.SkipFrame", []),
     ("torch._dynamo.exc.TorchDynamoException", []),

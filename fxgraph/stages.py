@@ -1,0 +1,241 @@
+"""A torch-level graph that is more than one program: captured stages one after the other, eager ones between them.
+
+Note [Why a graph is cut]
+
+* It holds ops that no CUDA graph can hold, and ``on_uncapturable="split"``. They run eagerly, followed by autograd
+  itself; what is before and after them is captured.
+* One of its outputs feeds another one. In eager a user can hook the first, or differentiate the second with respect to
+  it, for autograd goes through it. An autograd node that gives both does not lead back into itself, so there is one
+  node up to the first output and one from there on.
+
+What one stage gives is an ordinary input of the next: it has its history, and is copied into a static buffer.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+import passes
+from passes.facts import value_of
+from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
+
+from . import engines, trace
+from .options import Options
+from .program import ALIVE, EagerFallbackWarning, Pools, Prepared, Program
+
+
+def build(
+    graph: fx.GraphModule, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
+) -> Program | Stages:
+    """One program for the whole graph, or several stages; see Note [Why a graph is cut].
+
+    Raises:
+        PassError: (of :mod:`passes`) from a pass of the user's, which it names.
+    """
+    if options.passes:
+        graph = _rewritten(graph, options.passes)
+    reasons = uncapturable(graph) if options.on_uncapturable == "split" else {}
+    outputs = feeding_outputs(graph)
+    if not reasons and not outputs:
+        return Program(graph, specs, options, name, pools)
+    lifted, attributes = trace.lift_attributes(graph)
+    renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
+    reasons = {renamed[node]: reason for node, reason in reasons.items()}
+    outputs = [renamed[node] for node in outputs if node in renamed]
+    stages = assign_stages(lifted, reasons, outputs)
+    sizes = collections.Counter(stages.values())
+    for node, stage in stages.items():
+        if stage % 2 == 0 and sizes[stage] < options.min_region_ops:
+            reasons.setdefault(node, "")
+    if all(node in reasons for node in stages):
+        return Program(graph, specs, options, name, pools)  # which runs eagerly as a whole, and says why
+    stages = assign_stages(lifted, reasons, outputs)
+    if len(set(stages.values())) == 1:
+        return Program(graph, specs, options, name, pools)
+    return Stages(lifted, attributes, stages, reasons, specs, options, name, pools)
+
+
+def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
+    result = passes.Pipeline(chosen)(graph).graph_module
+    before, after = _interface(graph), _interface(result)
+    if before != after:
+        names = ", ".join(map(passes.pass_name, chosen))
+        problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
+        raise passes.PassError(names, "ensures", problem)
+    return result
+
+
+def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
+    inputs = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+    return inputs, len(trace.output_args(graph))
+
+
+def ops_of(graph: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a graph that compute something."""
+    return [node for node in graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+
+
+def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
+    """The ops of a torch-level graph that have to run eagerly, and why.
+
+    Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data: each
+    value would be a capture of its own. Empty where something else than an op (an input, say) is against a capture.
+    """
+    by_name = {node.name: node for node in ops_of(graph)}
+    numbers = {graph.graph.find_nodes(op="placeholder")[i] for i in trace.wrapped_numbers(graph)}
+    found: dict[fx.Node, str] = {}
+    for violation in passes.check(graph, trace.TORCH_LEVEL).violations:
+        node = by_name.get(violation.where.node or "")
+        if node is None:
+            return {}
+        if not numbers.intersection(node.all_input_nodes):
+            found[node] = f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
+    for node in by_name.values():
+        if node not in found and any(map(_depends_on_data, (node, *node.all_input_nodes))):
+            found[node] = ""
+    return found
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    return any(
+        isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(leaf)
+        for leaf in pytree.tree_leaves(value_of(node))
+    )
+
+
+class EagerStage:
+    """Ops that run eagerly between captured stages. It has a program's counts."""
+
+    def __init__(self, graph: fx.GraphModule, reasons: Sequence[str], name: str, pools: Pools) -> None:
+        self.graph, self.name, self.pools = graph, name, pools
+        self.captures: dict[Any, Any] = {}
+        self.replays = 0
+        self.reasons = tuple(reasons)
+        self.eager_reasons = collections.Counter(dict.fromkeys(self.reasons, 0))
+        self._run = trace.for_eager(graph).forward
+        ALIVE.add(self)
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        self.eager_reasons.update(self.reasons)
+        return tuple(self._run(*inputs))
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class Stages:
+    """Stages one after the other, called as the whole graph is."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        attributes: tuple[torch.Tensor, ...],
+        stages: dict[fx.Node, int],
+        reasons: dict[fx.Node, str],
+        specs: Sequence[trace.InputSpec],
+        options: Options,
+        name: str,
+        pools: Pools,
+    ) -> None:
+        self._attributes = attributes
+        glue = split(graph, stages)
+        known = dict(zip(glue.graph.find_nodes(op="placeholder"), specs, strict=False))
+        eager: dict[int, list[str]] = collections.defaultdict(list)
+        for op, reason in reasons.items():
+            eager[stages[op]] += [reason] if reason else []
+        self.stages: list[Program | EagerStage] = []
+        targets: dict[str, Program | EagerStage] = {}
+        for node, submodule in calls_of_stages(glue):
+            number = int(str(node.target).removeprefix("submod_"))
+            made: Program | EagerStage
+            if number % 2:
+                made = EagerStage(submodule, eager[number], name, pools)
+            else:
+                inputs = [known.get(arg, _passed_on(arg)) for arg in node.args if isinstance(arg, fx.Node)]
+                made = Program(submodule, inputs, options, name, pools)
+            self.stages.append(made)
+            targets[str(node.target)] = made
+        self._steps = _straight(glue, targets)
+        said = [reason for reasons_of in eager.values() for reason in reasons_of]
+        if said:
+            warnings.warn(f"fxgraph: {name} is captured in parts: {said[0]}", EagerFallbackWarning, stacklevel=2)
+
+    @property
+    def programs(self) -> list[Program]:
+        """The captured stages."""
+        return [stage for stage in self.stages if isinstance(stage, Program)]
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """The graph's outputs for these inputs, equal to running it eagerly."""
+        return self._steps(lambda stage, given: stage(*given), (*inputs, *self._attributes))
+
+    def prepare(self, inputs: Sequence[Any]) -> Prepared:
+        """Capture the forwards for these inputs; the samples of later stages are what the earlier ones give eagerly."""
+        whole = Prepared()
+
+        def step(stage: Program | EagerStage, given: Sequence[Any]) -> tuple[Any, ...]:
+            part = stage.prepare(given) if isinstance(stage, Program) else Prepared(used=set(map(id, given)))
+            whole.slots += part.slots
+            whole.used |= part.used
+            tensors = [value.detach() for value in given if isinstance(value, torch.Tensor)]
+            with engines.for_tensors(tensors).unchanged(tensors):
+                return tuple(trace.for_eager(stage.graph).forward(*given))
+
+        self._steps(step, (*inputs, *self._attributes))
+        return whole
+
+    def release(self) -> None:
+        """Give up all captures."""
+        for stage in self.stages:
+            stage.release()
+
+
+def _passed_on(node: Any) -> trace.InputSpec:
+    return trace.InputSpec(trace.InputKind.USER_INPUT, f"what {node} of the stage before gives")
+
+
+Step = Callable[["Program | EagerStage", Sequence[Any]], "tuple[Any, ...]"]
+
+
+def _straight(
+    glue: fx.GraphModule, targets: dict[str, Program | EagerStage]
+) -> Callable[[Step, Sequence[Any]], tuple[Any, ...]]:
+    """The glue as a loop over numbered values."""
+    number: dict[fx.Node, int] = {}
+    calls: list[tuple[Program | EagerStage, list[int], list[tuple[int, int]]]] = []
+    placeholders = glue.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        number[node] = len(number)
+    for node, _ in calls_of_stages(glue):
+        arguments = [number[arg] for arg in node.args if isinstance(arg, fx.Node)]
+        gets = []
+        for user in node.users:
+            index = user.args[1]
+            assert user.target is operator.getitem and isinstance(index, int), "stages return tuples"
+            number[user] = len(number)
+            gets.append((number[user], index))
+        calls.append((targets[str(node.target)], arguments, gets))
+    (results,) = glue.graph.output_node().args
+    returned = pytree.tree_leaves(results, is_leaf=lambda leaf: leaf is None)
+
+    def run(step: Step, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        values: list[Any] = [*inputs, *[None] * (len(number) - len(inputs))]
+        for stage, arguments, gets in calls:
+            given = step(stage, [values[i] for i in arguments])
+            for target, index in gets:
+                values[target] = given[index]
+        return tuple([values[number[leaf]] if isinstance(leaf, fx.Node) else leaf for leaf in returned])
+
+    return run
+
+
+__all__ = ["EagerStage", "Stages", "build", "uncapturable"]

@@ -1,0 +1,108 @@
+"""Write-backs into several inputs made one operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .base import Pass
+from .constraint import Constraint
+from .effects import Effects, written_inputs
+from .facts import schema_argument, value_of
+from .verify import AtenLevel, HasFakeValues
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class MergeInputCopies(Pass):
+    """Turn several ``aten.copy_`` into inputs or attributes, their results unused, into one ``aten._foreach_copy_``.
+
+    On a GPU that is one launch for many small tensors. Copies are merged where the one operator can stand at the place
+    of the last of them: targets and sources have the same sizes and lie on one device, no two targets may share memory,
+    no source may share memory with another's target, and no node in between touches a target or writes a source. Two
+    inputs count as separate memory unless the graph itself says otherwise.
+    """
+
+    requires: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(), HasFakeValues())
+
+    def rewrite(self, gm: GraphModule) -> bool:
+        """Merge the copies and return whether there were any to merge."""
+        effects = Effects.of(gm)
+        groups: list[_Group] = []
+        current = _Group()
+        for node in gm.graph.nodes:
+            copied = _Copy.of(node, effects)
+            if copied is not None and current.takes(copied):
+                current.add(copied)
+            elif copied is not None or current.is_touched_by(node, effects):
+                groups.append(current)
+                current = _Group()
+                if copied is not None:
+                    current.add(copied)
+        merged = [group for group in (*groups, current) if len(group.copies) > 1]
+        for group in merged:
+            group.merge()
+        return bool(merged)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    node: Node
+    target: Node
+    source: Node
+    written: frozenset[int]
+    read: frozenset[int]
+
+    @classmethod
+    def of(cls, node: Node, effects: Effects) -> _Copy | None:
+        if node.target is not aten.copy_.default or node.users or schema_argument(node, node.target, "non_blocking"):
+            return None
+        target, source = node.args[:2]
+        if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr") or not isinstance(source, Node):
+            return None
+        one, other = value_of(target), value_of(source)
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return None
+        if one.device != other.device or [str(size) for size in one.shape] != [str(size) for size in other.shape]:
+            return None
+        return cls(node, target, source, frozenset(effects.storages(target)), frozenset(effects.storages(source)))
+
+
+@dataclass
+class _Group:
+    copies: list[_Copy] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+
+    def takes(self, copied: _Copy) -> bool:
+        if not self.copies:
+            return True
+        if value_of(self.copies[0].target).device != value_of(copied.target).device:
+            return False
+        return not (self.written & (copied.written | copied.read) or copied.written & self.read)
+
+    def add(self, copied: _Copy) -> None:
+        self.copies.append(copied)
+        self.written |= copied.written
+        self.read |= copied.read
+
+    def is_touched_by(self, node: Node, effects: Effects) -> bool:
+        if node.op == "output" or not self.copies:
+            return False  # returning a target hands out its memory, whenever it was written
+        touched: set[int] = set().union(*(effects.storages(source) for source in (node, *node.all_input_nodes)))
+        written: set[int] = set().union(*(effects.storages(source) for source in written_inputs(node)))
+        return bool(touched & self.written or written & self.read)
+
+    def merge(self) -> None:
+        last = self.copies[-1].node
+        targets: Any = [copied.target for copied in self.copies]
+        sources: Any = [copied.source for copied in self.copies]
+        with last.graph.inserting_before(last):
+            merged = last.graph.call_function(aten._foreach_copy_.default, (targets, sources))
+        merged.meta = {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
+        for copied in self.copies:
+            last.graph.erase_node(copied.node)

@@ -1,0 +1,209 @@
+"""A torch-level graph cut into stages: captured regions, with the ops between them that no CUDA graph can hold.
+
+A stage is a number; even ones are captured, odd ones run eagerly. Nodes move across a break where the data flow allows
+it, so that there are as few stages as the longest chain of breaks demands. What has an order beside the data flow keeps
+it: ops that may draw random numbers, and ops on memory that some op changes in place. A graph that switches autocast or
+grad mode inside is cut in its original order only (``torch.fx.passes.split_module`` switches them on again in each
+part).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.split_module import split_module
+from torch.utils import _pytree as pytree
+
+from .facts import describe_call, overload_of, tensors_of, value_of
+
+
+def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collection[Node] = ()) -> dict[Node, int]:
+    """The stage of each op of a torch-level graph.
+
+    Args:
+        gm: with ``example_value`` (or ``val``) fakes on its nodes, as Dynamo and make_fx leave them; where they lack,
+            every op keeps its place.
+        eager: ops that must not be captured.
+        cut_after: captured ops whose result must leave its stage before it is used.
+    Returns:
+        Stages without gaps in each kind: 0, 1, 2, ...; an even one may be empty at the beginning.
+    """
+    nodes = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
+    memory = _memory(gm)
+    changed = {storage for node in nodes for storage in _changed(node, memory)}
+    stages: dict[Node, int] = {}
+    last_of: dict[Any, int] = {}  # what keeps its order -> the stage of the last op on it
+    for node in nodes:
+        least = 0
+        for source in node.all_input_nodes:
+            if source in stages:
+                leaves = source in cut_after and node not in eager and _differentiable(node)
+                least = max(least, stages[source] + leaves)
+        ordered: list[Any] = [*_touched(node, memory) & changed]
+        if in_order:
+            ordered.append("every op")
+        if _may_draw(node):
+            ordered.append("random numbers")
+        least = max([least, *(last_of.get(key, 0) for key in ordered)])
+        stages[node] = least + (least % 2 == 0) if node in eager else least + least % 2
+        last_of.update({key: max(stages[node], last_of.get(key, 0)) for key in ordered})
+    return stages
+
+
+def split(gm: GraphModule, stages: dict[Node, int]) -> GraphModule:
+    """The graph as calls of one submodule per stage, ``submod_<stage>``, in the order of the stages.
+
+    Each submodule returns a tuple. Its placeholders are values of the graph that is given back.
+    """
+    ordered, renamed = _sorted(gm, stages)
+    stage_of = {renamed[node]: stage for node, stage in stages.items()}
+    glue = split_module(ordered, ordered, stage_of.__getitem__, keep_original_order=True)
+    for node, submodule in calls_of_stages(glue):
+        output = submodule.graph.output_node()
+        if isinstance(output.args[0], Node):
+            output.args = ((output.args[0],),)
+            submodule.recompile()
+            with glue.graph.inserting_after(node):
+                first = glue.graph.call_function(operator.getitem, (node, 0))
+            for user in [user for user in node.users if user is not first]:
+                user.replace_input_with(node, first)
+    glue.recompile()
+    return glue
+
+
+def _sorted(gm: GraphModule, stages: dict[Node, int]) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy of the graph with its ops in the order of their stages, and the copies of its nodes."""
+    copied = Graph()
+    renamed: dict[Node, Node] = {}
+    nodes = sorted(gm.graph.nodes, key=lambda node: stages.get(node, len(stages) if node.op == "output" else -1))
+    for node in nodes:
+        renamed[node] = copied.node_copy(node, renamed.__getitem__)
+    return GraphModule(gm, copied), renamed
+
+
+def feeding_outputs(gm: GraphModule) -> list[Node]:
+    """Outputs from which a gradient flows back that comes from another output, other than a view of theirs.
+
+    Autograd lets users hook such an output, or ask for the other output's gradient with respect to it.
+    """
+    returned = [node for node in pytree.tree_leaves(gm.graph.output_node().args) if isinstance(node, Node)]
+    outputs = {node for node in returned if node.op != "placeholder" and _differentiable(node)}
+    reaches: dict[Node, bool] = {}  # does an output depend on it, by ops that have a gradient and make new memory
+    found = []
+    for node in reversed(gm.graph.nodes):
+        users = [user for user in node.users if user.op != "output" and _differentiable(user)]
+        reaches[node] = any(reaches[user] or (user in outputs and not _is_view(user, node)) for user in users)
+        if node in outputs and reaches[node]:
+            found.append(node)
+    return found[::-1]
+
+
+def _differentiable(node: Node) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_of(node))
+
+
+def _is_view(node: Node, base: Node) -> bool:
+    return bool(_storages_of_value(node) & _storages_of_value(base))
+
+
+def _is_described(node: Node) -> bool:
+    return value_of(node) is not None or _switches_state(node) or not node.users
+
+
+def _storages_of_value(node: Node) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if _has_storage(tensor)}
+
+
+Memory: TypeAlias = "dict[Node, set[int]]"
+"""The storages that a node's value may lie in."""
+
+
+def _memory(gm: GraphModule) -> Memory:
+    """By the fake values, and by the schemas of ATen ops: where make_fx traces real tensors, views have other fakes."""
+    memory: Memory = {}
+    for node in gm.graph.nodes:
+        memory[node] = _storages_of_value(node)
+        overload = overload_of(node)
+        may_alias = overload is not None and any(result.alias_info is not None for result in overload._schema.returns)
+        if may_alias or node.target is operator.getitem:
+            memory[node] = memory[node].union(*[memory[source] for source in node.all_input_nodes])
+    return memory
+
+
+def _touched(node: Node, memory: Memory) -> set[int]:
+    return memory[node].union(*[memory[source] for source in node.all_input_nodes])
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+_STATE = {
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch._C._set_grad_enabled,
+}
+
+
+def _switches_state(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _STATE
+
+
+_IN_PLACE = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv,
+    operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift,
+    operator.irshift,
+}  # fmt: skip
+
+
+def _changed(node: Node, memory: Memory) -> set[int]:
+    """The storages that an op may write."""
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _touched(node, memory)
+    written: list[Any] = [node.kwargs.get("out")]
+    overload = overload_of(node)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if overload is not None:
+        for argument, given in zip(overload._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(given)
+        written += [node.kwargs[a.name] for a in overload._schema.arguments if a.alias_info and a.name in node.kwargs]
+    elif name in _STATISTICS:
+        written += [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+    elif node.target in _IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
+        written += [node.args[:1], node.kwargs.get("input")]
+    elif any(arg is True for arg in node.args[1:]):
+        written.append(node.args[0])  # `inplace` can be given by position: F.relu(x, True)
+    return set[int]().union(*[memory[leaf] for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)])
+
+
+_STATISTICS = {"batch_norm", "instance_norm", "cudnn_batch_norm", "native_batch_norm"}
+
+_DRAWS = re.compile("rand|drop|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel")
+_DRAWS_INSIDE = re.compile("attention|lstm|gru|rnn")
+
+
+def _may_draw(node: Node) -> bool:
+    """Whether an op may draw random numbers."""
+    overload = overload_of(node)
+    if overload is not None and overload.namespace == "aten":
+        return torch.Tag.nondeterministic_seeded in overload.tags
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator) or overload is not None:
+        return True
+    name = describe_call(node).lower()
+    return bool(_DRAWS.search(name) or _DRAWS_INSIDE.search(name))
+
+
+def calls_of_stages(glue: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
+    """The calls of submodules in a graph that :func:`split` gave, in order."""
+    for node in list(glue.graph.nodes):
+        if node.op == "call_module":
+            submodule = glue.get_submodule(str(node.target))
+            assert isinstance(submodule, GraphModule), "split_module makes graph modules"
+            yield node, submodule

@@ -1,0 +1,147 @@
+"""passes/device_constants.py: constants leave the CPU. The graphs are of fake CUDA tensors, which need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes import MoveConstantsToDevice, Pipeline, RemoveDeadCode, apply, check
+from passes.show import show
+
+aten = torch.ops.aten
+
+
+def trace(function: Callable[..., Any], dtype: torch.dtype = torch.float32, **tables: torch.Tensor) -> GraphModule:
+    """The graph on a CUDA tensor of 2 x 3; keyword arguments are attributes, and further arguments, of the graph."""
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, 3, device="cuda:0", dtype=dtype)
+        gm = make_fx(function, tracing_mode="real")(x, *map(mode.from_tensor, tables.values()))
+    placeholders = gm.graph.find_nodes(op="placeholder")[1:]
+    for node, (name, table) in zip(placeholders, tables.items(), strict=True):
+        gm.register_buffer(name, table)
+        with gm.graph.inserting_before(node):
+            attribute = gm.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def lifted(value: Any) -> Any:
+    """``torch.tensor(value)`` as Dynamo and export leave it in a graph."""
+    return aten.lift_fresh_copy(value)
+
+
+def moved(gm: GraphModule, *attributes: str) -> GraphModule:
+    one = MoveConstantsToDevice(attributes)
+    result = apply(gm, [one])
+    assert not Pipeline((one,))(result).modified
+    return apply(result, [RemoveDeadCode()])
+
+
+def test_golden_text() -> None:
+    def program(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        scaled = x * lifted(factor) + torch.full((), 3.0)
+        ones = torch.ones(2, dtype=torch.int64)
+        return aten.index(scaled, [None, torch.arange(2)]) + aten._to_copy(ones, dtype=torch.float32, device="cuda:0")
+
+    gm = trace(program, factor=torch.tensor(0.5))
+    assert set(check(gm).ids) == {"several-devices", "host-sync"}
+    result = moved(gm)
+    text = show(result)
+    assert (
+        text.replace("device(type='cuda', index=0)", "cuda")
+        == """\
+%x_1 : f32[2, 3] cuda:0 = placeholder
+%mul : f32[2, 3] cuda:0 = aten.mul.Tensor(%x_1, 0.5)
+%add : f32[2, 3] cuda:0 = aten.add.Tensor(%mul, 3.0)
+%ones_default : i64[2] cuda:0 = aten.ones.default([2], dtype=torch.int64, device=cuda)
+%_to_copy_default : f32[2] cuda:0 = aten._to_copy.default(%ones_default, dtype=torch.float32)
+%arange_default : i64[2] cuda:0 = aten.arange.default(2, device=cuda, dtype=torch.int64)
+%index : f32[2, 2] cuda:0 = aten.index.Tensor(%add, [None, %arange_default])
+%add_1 : f32[2, 2] cuda:0 = aten.add.Tensor(%index, %_to_copy_default)
+return %add_1"""
+    )
+    assert check(result)
+
+
+def number_in(gm: GraphModule) -> Any:
+    """The number that the one operator on the device takes, or None if it takes a tensor."""
+    operators = (aten.mul.Tensor, aten.add_.Tensor, aten.div.Tensor)
+    (call,) = (node for node in gm.graph.nodes if node.target in operators and node.meta["val"].is_cuda)
+    return None if isinstance(call.args[1], torch.fx.Node) else call.args[1]
+
+
+NUMBERS: dict[str, tuple[Any, torch.dtype, Callable[..., Any]]] = {
+    "full": (2.5, torch.float32, lambda x: x * torch.full((), 2.5)),
+    "a rounded one": (torch.tensor(0.1).item(), torch.float32, lambda x: x * torch.full((), 0.1)),
+    "scalar_tensor": (2.0, torch.float32, lambda x: x * torch.scalar_tensor(2)),
+    "zeros": (0.0, torch.float32, lambda x: x * torch.zeros(())),
+    "ones": (1, torch.int64, lambda x: x * torch.ones((), dtype=torch.int64)),
+    "in place": (2.0, torch.float32, lambda x: x.add_(torch.full((), 2.0))),
+    "half precision": (2.5, torch.float16, lambda x: x / torch.full((), 2.5)),
+    "a whole number for whole numbers": (2, torch.int32, lambda x: x * torch.full((), 2)),
+    "would change the dtype": (None, torch.int64, lambda x: x * torch.full((), 2.5, dtype=torch.float64)),
+    "on the left": (None, torch.float32, lambda x: torch.full((), 2.5) * x),
+    "written": (None, torch.float32, lambda x: x * torch.full((), 2.5).add_(1)),
+    "written through a view": (None, torch.float32, lambda x: ((c := torch.ones(())).view(1).add_(1), x * c)[1]),
+    "not a scalar": (None, torch.float32, lambda x: x * torch.full((1,), 2.5, device="cuda:0")),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_scalars_become_numbers_where_no_bit_changes(name: str) -> None:
+    expected, dtype, function = NUMBERS[name]
+    gm = trace(function, dtype)
+    result = moved(gm)
+    assert (number_in(result), type(number_in(result))) == (expected, type(expected))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = torch.empty(2, 3, device="cuda:0", dtype=dtype)
+        assert (result(x).dtype, result(x).device) == (gm(x).dtype, gm(x).device)
+    assert mode is not None
+
+
+def test_state_is_no_constant_unless_the_caller_says_so() -> None:
+    gm = trace(lambda x, scale: x * scale, scale=torch.tensor(0.5))
+    assert number_in(moved(gm)) is None
+    assert number_in(moved(gm, "scale")) == 0.5
+    written = trace(lambda x, scale: (scale.add_(1), x * scale)[1], scale=torch.tensor(0.5))
+    assert not Pipeline((MoveConstantsToDevice(("scale",)),))(written).modified
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_on_a_gpu_every_bit_stays_and_a_table_is_copied_once(dtype: torch.dtype) -> None:
+    def program(x: torch.Tensor, table: torch.Tensor, number: torch.Tensor) -> Any:
+        columns = aten.index(x, [None, torch.arange(3)])
+        return columns * lifted(number) + aten._to_copy(lifted(table), device="cuda:0"), x / torch.full((), 0.1)
+
+    tables = {"table": torch.arange(3), "number": torch.tensor(0.1, dtype=torch.float64).to(dtype)}
+    gm = trace(program, dtype, **tables)
+    result = moved(gm)
+    assert check(result)
+    assert any(name.endswith("_on_cuda") for name, _ in result.named_buffers())
+    x = torch.randn(2, 3, device="cuda:0").to(dtype)
+    for before, after in zip(gm(x), result(x), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_a_graph_on_one_device_is_left_alone() -> None:
+    gm = make_fx(lambda x: x * torch.full((), 2.0) + torch.ones(3), tracing_mode="fake")(torch.ones(3))
+    assert not Pipeline((MoveConstantsToDevice(),))(gm).modified
+
+
+def test_floating_ranges_and_random_numbers_stay_where_their_bits_are_made() -> None:
+    for function in (
+        lambda x: x + aten._to_copy(torch.arange(3.0), device="cuda:0"),
+        lambda x: x + aten._to_copy(torch.rand(3), device="cuda:0"),
+        lambda x: x + aten._to_copy(torch.linspace(0, 1, 3), device="cuda:0"),
+    ):
+        assert not Pipeline((MoveConstantsToDevice(),))(trace(function)).modified

@@ -1,0 +1,167 @@
+"""passes/functional.py: no operator writes, inputs are written back, outputs are the tensors that they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes import FunctionalForm, Functionalize, LowerToAten, PassError, Pipeline, RemoveDeadCode, apply, judge
+from passes.show import show
+
+aten = torch.ops.aten
+X, Y = torch.arange(6.0).reshape(2, 3), torch.arange(6.0, 12.0).reshape(2, 3)
+
+
+def trace(function: Callable[..., Any], *args: torch.Tensor, mode: str = "fake") -> GraphModule:
+    return make_fx(function, tracing_mode=mode)(*(args or (X.clone(), Y.clone())))
+
+
+def test_golden_text() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x.mul_(y)
+        fresh = y + 1
+        fresh.relu_()
+        return x, fresh, x.t()
+
+    result = Pipeline((Functionalize(), RemoveDeadCode()))(trace(program))
+    assert (
+        show(result.graph_module)
+        == """\
+%x_1 : f32[2, 3] cpu = placeholder
+%y_1 : f32[2, 3] cpu = placeholder
+%mul : f32[2, 3] cpu = aten.mul.Tensor(%x_1, %y_1)
+%add : f32[2, 3] cpu = aten.add.Tensor(%y_1, 1)
+%relu : f32[2, 3] cpu = aten.relu.default(%add)
+%copy_ : f32[2, 3] cpu = aten.copy_.default(%x_1, %mul)
+%as_strided_default : f32[3, 2] strides (1, 3) cpu = aten.as_strided.default(%copy_, [3, 2], [1, 3], 0)
+return (%copy_, %relu, %as_strided_default)"""
+    )
+    assert not Pipeline((Functionalize(),))(result.graph_module).modified
+
+
+def test_a_graph_that_writes_nothing_is_left_alone() -> None:
+    gm = trace(lambda x, y: (x.t() @ y, x.copy_(y))[:1])
+    before = show(gm)
+    assert show(apply(gm, [Functionalize()])) == before  # a write-back is what the form allows
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x.add_(y),
+        lambda x, y: (x[0].add_(1), x.sum())[1],
+        lambda x, y: (x.t()[1:].copy_(y.t()[1:]), y.add_(x))[1],
+        lambda x, y: ((v := (z := x + y).view(-1)), z.mul_(2), v[0].add_(1), z, v)[3:],
+        lambda x, y: (torch.batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5, False), y),
+        lambda x, y: aten.index_put_(x, [torch.tensor([1, 1])], y, True),
+        lambda x, y: (x.zero_(), x.fill_(2), y.masked_fill_(y > 8, 0.0))[2],
+    ],
+)
+def test_values_inputs_and_shared_memory_are_as_before(function: Callable[..., Any]) -> None:
+    gm = trace(function)
+    result = apply(gm, [Functionalize()])
+    assert judge(result, (FunctionalForm(),))
+    runs = []
+    for module in (gm, result):
+        x, y = X.clone(), Y.clone()
+        outputs = module(x, y)
+        tensors = [x, y, *(outputs if isinstance(outputs, tuple) else (outputs,))]
+        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        runs.append(([tensor.tolist() for tensor in tensors], [storages.index(one) for one in storages]))
+    assert runs[0] == runs[1]
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        return self.norm(x) * self.steps
+
+
+def test_buffers_are_written_back_under_their_names() -> None:
+    module, twin = Counting(), Counting()
+    gm = apply(torch.export.export(module, (X,)).module(), [LowerToAten(), Functionalize()])
+    copies = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    written = {str(node.args[0].target) for node in copies}
+    assert written == {"steps", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    for _ in range(2):
+        assert torch.equal(gm(X), twin(X))
+    assert gm.steps.item() == 2
+    assert all(map(torch.equal, gm.norm.buffers(), twin.norm.buffers()))
+
+
+def test_one_buffer_with_two_names_is_one_value() -> None:
+    root = torch.nn.Module()
+    root.register_buffer("one", torch.zeros(3))
+    root.register_buffer("other", root.one)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(aten.add_.Tensor, (graph.get_attr("one"), 1))
+    graph.output(graph.call_function(aten.add.Tensor, (x, graph.get_attr("other"))))
+    gm = apply(GraphModule(root, graph), [LowerToAten((X,)), Functionalize()])
+    assert torch.equal(gm(X), X + 1)
+    assert torch.equal(gm(X), X + 2)
+
+
+REFUSED: dict[str, tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "strides changed in place": ("changes sizes or strides in place", lambda x, y: x.t_().add_(1), (X, Y)),
+    "memory read by strides": ("by strides", lambda x, y: x.as_strided((2, 2), (1, 1)).add_(1), (X, Y)),
+    "two inputs in one storage": ("two inputs share memory", lambda x, y: (x.add_(1), y + 1)[1], (X, X.view(3, 2))),
+    "draws into other strides": (
+        "draws into strides (1, 2)",
+        lambda x, y: torch.empty_like(x).bernoulli_(0.5),
+        (X.reshape(3, 2).t(), Y),
+    ),
+    "an output with gaps": (
+        "output 0 would have strides (2, 1) instead of (4, 1)",
+        lambda x, y: torch.empty_strided((2, 2), (4, 1)).fill_(1.0),
+        (X, Y),
+    ),
+    "a view as another dtype": ("another dtype", lambda x, y: x.add_(1).view(torch.int32), (X, Y)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_and_why(name: str) -> None:
+    reason, function, inputs = REFUSED[name]
+    with pytest.raises(PassError) as caught:
+        apply(trace(function, *inputs), [Functionalize()])
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert reason in str(caught.value)
+
+
+def test_a_view_of_a_changed_input_of_symbolic_size_is_refused() -> None:
+    gm = trace(lambda x, y: x.add_(1).t(), X.clone(), Y.clone(), mode="symbolic")
+    with pytest.raises(PassError, match="of symbolic size"):
+        apply(gm, [Functionalize()])
+
+
+def test_symbolic_sizes_stay_symbolic() -> None:
+    gm = trace(lambda x, y: x.add_(y) * x.shape[0], X.clone(), Y.clone(), mode="symbolic")
+    result = apply(gm, [Functionalize()])
+    more = torch.ones(4, 5), torch.ones(4, 5)
+    assert torch.equal(result(*more), torch.full((4, 5), 8.0))
+    assert torch.equal(more[0], torch.full((4, 5), 2.0))
+
+
+@torch.library.custom_op("passes_test::hidden", mutates_args=("x",))
+def hidden(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def test_the_rule_names_what_writes() -> None:
+    gm = trace(lambda x, y: (torch.ops.passes_test.hidden(x), y.t()[0].mul_(2))[1])
+    report = judge(gm, (FunctionalForm(),))
+    assert [(violation.id, violation.observed) for violation in report.violations] == [
+        ("functional-form", "passes_test.hidden.default writes x_1"),
+        ("functional-form", "aten.mul_.Tensor writes select"),
+    ]

@@ -1,0 +1,285 @@
+"""Callables captured in stages: equal to eager, in as few captures as the data flow allows."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+from torch.nn import functional as F
+
+import fxgraph
+import passes
+
+EXPECTED = "ignore:.*captured in parts:fxgraph.EagerFallbackWarning"
+
+
+def mlp(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), *more)
+
+
+class Around(nn.Module):
+    """Two captured parts with something between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.before, self.after = mlp(nn.BatchNorm1d(8)), mlp(nn.Dropout(0.25), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.between(self.before(x)))
+
+
+class Side(Around):
+    """What is between has no part in the rest, which can move across it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.before(x)
+        chosen = self.between(hidden)
+        return self.after(hidden), chosen.sum()
+
+
+def through_a_number(h: torch.Tensor) -> torch.Tensor:
+    return h * h.abs().max().item()
+
+
+def by_mask(h: torch.Tensor) -> torch.Tensor:
+    return h[h.sum(1) > h.sum(1).mean()]
+
+
+def to_a_fixed_size(h: torch.Tensor) -> torch.Tensor:
+    rows = (h.sum(1) > 0).nonzero().squeeze(1)
+    return h + h[rows].sum(0)
+
+
+def by_counting(h: torch.Tensor) -> torch.Tensor:
+    return h + torch.bincount((h.sum(1) > 0).long(), minlength=2).float().mean()
+
+
+def above_a_threshold(h: torch.Tensor) -> torch.Tensor:
+    values, indices = h.sum(1).topk(3)
+    return h + h[indices[values > values.mean()]].sum(0)
+
+
+def by_branch(h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if h.sum() > 0 else h * 3
+
+
+@torch.library.custom_op("fxgraph_tests::on_the_host", mutates_args=())
+def on_the_host(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.detach().cpu().numpy() * 2).to(x.device)
+
+
+@on_the_host.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+on_the_host.register_autograd(lambda ctx, grad: grad * 2)
+
+
+@fxgraph.eager
+def marked(h: torch.Tensor) -> torch.Tensor:
+    return h.sin()
+
+
+# name -> (module, captured parts)
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "item": (lambda: Around(through_a_number), 2),
+    "fixed size": (lambda: Around(to_a_fixed_size), 2),
+    "bincount": (lambda: Around(by_counting), 2),
+    "threshold": (lambda: Around(above_a_threshold), 2),
+    "branch": (lambda: Around(by_branch), 3),  # and the condition
+    "marked": (lambda: Around(marked), 2),
+    "mask": (lambda: Around(by_mask), 1),  # what comes after it has another size each time
+    "aside": (lambda: Side(by_mask), 1),
+}
+
+
+def train(module: nn.Module, device: str, steps: int) -> list[Any]:
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    seen: list[Any] = []
+    for _ in range(steps):
+        x = torch.randn(6, 8, device=device, requires_grad=True)
+        optimizer.zero_grad()
+        out = module(x)
+        loss = sum(part.square().sum() for part in (out if isinstance(out, tuple) else (out,)))
+        loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), x.grad, torch.rand(1, device=device)]
+    return [*seen, *[p.detach() for p in module.parameters()], *module.buffers()]
+
+
+@pytest.mark.filterwarnings(EXPECTED)
+# Dynamo, reading the second part, looks at `.grad` of what the first gave.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", MODELS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+def test_models_with_uncapturable_middles_train_as_in_eager(name: str, entry: str, device: str) -> None:
+    make, parts = MODELS[name]
+    eager = make().to(device)
+    graphed = copy.deepcopy(eager)
+    if entry == "torch.compile":
+        run: Any = torch.compile(graphed, backend="graphed")
+        found = train(run, device, 3)
+    else:
+        sample = torch.randn(6, 8, device=device, requires_grad=True)
+        graphed = fxgraph.make_graphed_callables(graphed, (sample,), allow_unused_input=True)
+        found = train(graphed, device, 3)
+        stats = fxgraph.stats(graphed)
+        assert len(stats.captures) == parts, stats
+        assert stats.replays == 3 * parts
+    torch.testing.assert_close(found, train(eager, device, 3), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+def test_a_custom_op_on_the_host(device: str) -> None:
+    eager = Around(lambda h: on_the_host(h)).to(device)  # the op itself cannot be copied
+    graphed = copy.deepcopy(eager)
+    graphed = fxgraph.make_graphed_callables(graphed, (torch.randn(6, 8, device=device),))
+    torch.testing.assert_close(train(graphed, device, 3), train(eager, device, 3), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("choice", ["eager", "error"])
+def test_other_choices_than_split_leave_it_whole(choice: str, device: str) -> None:
+    module, x = Around(by_counting).to(device), torch.randn(6, 8, device=device)
+    if choice == "error":
+        with pytest.raises(fxgraph.UncapturableError, match="bincount"):
+            fxgraph.make_graphed_callables(module, (x,), options={"on_uncapturable": choice})
+        return
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="bincount"):
+        graphed = fxgraph.make_graphed_callables(module, (x,), options={"on_uncapturable": choice})
+    graphed(x)
+    assert not fxgraph.stats(graphed).captures
+
+
+def test_the_warning_says_what_runs_eagerly_and_where(device: str) -> None:
+    with pytest.warns(fxgraph.EagerFallbackWarning, match=r"captured in parts: .*torch.bincount.*test_stages.py:\d+"):
+        graphed = fxgraph.make_graphed_callables(Around(by_counting).to(device), (torch.randn(6, 8, device=device),))
+    graphed(torch.randn(6, 8, device=device))
+    ((reason, calls),) = fxgraph.stats(graphed).eager_reasons.items()
+    assert "data-dependent-shape" in reason
+    assert calls == 1
+
+
+@pytest.mark.filterwarnings(EXPECTED)
+@pytest.mark.parametrize(("least", "captures"), [(1, 2), (2, 2), (3, 1), (100, 0)])
+def test_small_parts_run_eagerly(least: int, captures: int, device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos().exp()
+        return (y + torch.bincount((y.sum(1) > 0).long(), minlength=2).sum()).tanh()
+
+    x = torch.randn(3, 4, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxgraph.EagerFallbackWarning)
+        graphed = fxgraph.make_graphed_callables(function, (x,), options={"min_region_ops": least})
+    torch.testing.assert_close(graphed(x), function(x), rtol=0, atol=0)
+    assert len(fxgraph.stats(graphed).captures) == captures
+
+
+def test_a_block_marked_as_eager(device: str) -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = mlp(), mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.before(x)
+            with fxgraph.eager():
+                seen.append(hidden.detach().sum().item())
+            return self.after(hidden)
+
+    seen: list[float] = []
+    eager, x = Marked().to(device), torch.randn(3, 8, device=device)
+    graphed = torch.compile(copy.deepcopy(eager), backend="graphed")
+    for _ in range(2):
+        torch.testing.assert_close(graphed(x), eager(x), rtol=0, atol=0)
+    assert len(seen) == 4
+    assert torch.compiler.is_compiling() is False
+
+
+def test_eager_takes_functions_only() -> None:
+    with pytest.raises(TypeError, match="takes a function or nothing"):
+        fxgraph.eager(3)
+
+
+# -- outputs that feed others -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "captures"),
+    [
+        (lambda x, w: (lambda y: (y, y.square().sum()))((x @ w).tanh()), 2),
+        (lambda x, w: (lambda y: (y, y.argmax(1), y.detach() * 2))((x @ w).tanh()), 1),  # no gradient comes back
+        (lambda x, w: (lambda y: (y, y.t(), y[0]))((x @ w).tanh()), 1),  # views are made of the output itself
+        (lambda x, w: (x, (x @ w).tanh()), 1),
+    ],
+)
+def test_graphs_are_cut_where_gradients_come_back_to_an_output(
+    function: Callable[..., Any], captures: int, device: str
+) -> None:
+    x, w = torch.randn(3, 4, device=device), torch.randn(4, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x, w), allow_unused_input=True)
+    assert len(fxgraph.stats(graphed).captures) == captures
+    torch.testing.assert_close(graphed(x, w), function(x, w), rtol=0, atol=0)
+
+
+# -- passes of the user's ---------------------------------------------------------------------------------------------
+
+
+def relu_to_gelu(graph: fx.GraphModule) -> fx.GraphModule:
+    for node in graph.graph.find_nodes(op="call_function", target=F.relu):
+        node.target, node.kwargs = F.gelu, {}
+    graph.recompile()
+    return graph
+
+
+class ReluToGelu(PassBase):
+    def call(self, graph_module: fx.GraphModule) -> PassResult:
+        return PassResult(relu_to_gelu(graph_module), True)
+
+
+@pytest.mark.parametrize("chosen", [relu_to_gelu, ReluToGelu()], ids=["function", "PassBase"])
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+def test_passes_of_the_users_change_forward_and_backward(chosen: Any, entry: str, device: str) -> None:
+    eager = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)).to(device)
+    other = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+    other.load_state_dict(eager.state_dict())
+    if entry == "torch.compile":
+        graphed: Any = torch.compile(other, backend="graphed", options={"passes": [chosen]})
+    else:
+        sample = torch.randn(3, 8, device=device)
+        graphed = fxgraph.make_graphed_callables(other, (sample,), options={"passes": [chosen]})
+    x = torch.randn(3, 8, device=device)
+    for module in (eager, graphed):
+        module(x).square().sum().backward()
+    for mine, its in zip(other.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
+
+
+def drops_an_output(graph: fx.GraphModule) -> None:
+    output = graph.graph.output_node()
+    output.args = (tuple(output.args[0])[:-1],)
+    graph.recompile()
+
+
+def raises(graph: fx.GraphModule) -> None:
+    raise ValueError("not this one")
+
+
+@pytest.mark.parametrize(("bad", "words"), [(drops_an_output, "outputs"), (raises, "not this one")])
+def test_a_bad_pass_is_named(bad: Callable[..., Any], words: str, device: str) -> None:
+    with pytest.raises(passes.PassError, match=words) as caught:
+        fxgraph.make_graphed_callables(torch.sin, (torch.ones(2, device=device),), options={"passes": [bad]})
+    assert bad.__name__ in str(caught.value)
+
+
+def test_passes_must_be_callable() -> None:
+    with pytest.raises(fxgraph.OptionError, match="a list of passes"):
+        fxgraph.Options(passes=[3])
