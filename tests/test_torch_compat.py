@@ -16,9 +16,10 @@ import torch
 from torch import fx, nn
 
 from fxgraph import trace
-from fxgraph._torch_compat import aot, dynamo
+from fxgraph._torch_compat import aot, dynamo, interpreter
 from fxgraph._torch_compat.autocast import AutocastState
 from fxgraph._torch_compat.autograd import keep_graph, kernels_only, preserve_versions, will_run
+from fxgraph._torch_compat.interpreter import OperatorCall
 from fxgraph._torch_compat.storage import Held
 
 VERSION = torch.__version__
@@ -34,6 +35,12 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._C._storage_Use_Count", []),
     ("torch._C._autograd._get_current_graph_task_keep_graph", []),
     ("torch._C._DisableAutocast", []),
+    ("torch._C._InferenceMode", []),
+    ("torch._C._ExcludeDispatchKeyGuard", []),
+    ("torch._C._create_function_from_graph", []),
+    ("torch._C._jit_set_profiling_mode", []),
+    ("torch._C.Graph", []),
+    ("torch._C.ScriptList", []),
     ("torch._C._dynamo.eval_frame.set_eval_frame", []),
     ("torch._C._will_engine_execute_node", []),
     ("torch.amp.autocast_mode._enter_autocast", []),
@@ -467,3 +474,130 @@ def test_whether_the_engine_will_run_a_node() -> None:
     torch.autograd.grad(out, leaves[1], retain_graph=True)
     out.backward()
     assert seen == [[True, False, False], [False, True, False], [False, True, False], [True, True, False]]
+
+
+# -- the interpreter --------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+
+def first_run(calls: list[OperatorCall]) -> Callable[[], None]:
+    run = interpreter.interpreted(calls)
+    with interpreter.as_written():
+        run()
+    return run
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+def test_kernels_only_turns_modes_off_and_puts_them_back(grad: bool, inference: bool) -> None:
+    def modes() -> tuple[bool, ...]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+    with torch.set_grad_enabled(grad), torch.inference_mode(inference), torch.autocast("cpu", torch.bfloat16):
+        before = modes()
+        with pytest.raises(KeyError), kernels_only():
+            assert modes() == (False, False, False)
+            with kernels_only():
+                assert modes() == (False, False, False)
+            assert modes() == (False, False, False)
+            raise KeyError("also when the body raises")
+        assert modes() == before, changed("what its guards put back")
+
+
+def test_the_interpreter_runs_the_graph_as_it_is_written() -> None:
+    """Equal, useless and foldable calls too: no pass of the just-in-time compiler may touch them."""
+    x, y, out = torch.rand(3, 3), torch.rand(3, 3), torch.empty(3, 3)
+    calls = [
+        OperatorCall(aten.mm.out, (x, y), {"out": out}),
+        OperatorCall(aten.mm.out, (x, y), {"out": out}),
+        OperatorCall(aten.mul.out, (x, torch.tensor(1.0)), {"out": torch.empty(3, 3)}),
+        OperatorCall(aten.add.out, (out, x), {"alpha": 0, "out": out}),
+        OperatorCall(aten.bernoulli.p, (x, 0.5), {}, (y,)),
+    ]
+    mode = torch._C._jit_set_profiling_mode(True)
+    try:
+        run = first_run(calls)
+        assert torch._C._jit_set_profiling_mode(True), "the process is left in another mode"
+    finally:
+        torch._C._jit_set_profiling_mode(mode)
+    for _ in range(3):
+        run()
+        ran = [node.kind() for node in torch._C._last_executed_optimized_graph().nodes()]
+        expected = ["aten::mm", "aten::mm", "aten::mul", "aten::add", "aten::bernoulli", "aten::copy_"]
+        assert [kind for kind in ran if kind.startswith("aten::")] == expected, changed("the simple executor")
+
+
+def test_the_interpreter_writes_tensors_in_place_and_counts_no_version() -> None:
+    x, out = torch.rand(4, requires_grad=True), torch.empty(4)
+    run = first_run([OperatorCall(aten.exp.out, (x,), {"out": out})])
+    version = out._version
+    with torch.no_grad():
+        x.mul_(2)
+    run()
+    assert torch.equal(out, x.detach().exp())
+    assert (out._version, out.requires_grad) == (version, False), changed("what runs above kernels")
+
+
+@pytest.mark.parametrize("number", [True, 3, -2.5, 1e-30, 2 + 1j], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)], ids=str)
+def test_a_number_where_a_tensor_is_taken_counts_as_eagers_or_does_not_fit(
+    number: complex, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = torch.ones(shape, dtype=dtype)
+    expected = torch.mul(x, number)
+    out = torch.empty_like(expected)
+    call = OperatorCall(aten.mul.out, (x, number), {"out": out})
+    fits = interpreter.fits(call)
+    assert fits == (shape != () and expected.dtype == dtype)
+    if fits:
+        first_run([call])
+        assert torch.equal(out, expected)
+
+
+def test_arguments_of_all_kinds_reach_the_operator() -> None:
+    x = torch.rand(2, 3, 4, 4)
+
+    def wanted(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, OperatorCall]:
+        result = op(*args, **kwargs)
+        return result, OperatorCall(op, args, kwargs, (torch.empty_like(result),))
+
+    cases = [
+        wanted(aten.sum.dim_IntList, x, [], True),  # an empty list
+        wanted(aten.sum.dim_IntList, x, [1, -1], dtype=torch.float64),  # a keyword
+        wanted(aten.mean.dim, x, 1),  # one number for a list
+        wanted(aten.cat.default, [x, x], 1),  # a list of tensors
+        wanted(aten.clone.default, x, memory_format=torch.channels_last),
+        wanted(aten._to_copy.default, x, dtype=torch.int64, device=torch.device("cpu"), layout=torch.strided),
+        wanted(aten.gelu.default, x, approximate="tanh"),  # a string
+        wanted(aten.constant_pad_nd.default, x, [1, 1], 0),
+        wanted(aten.leaky_relu.default, x, 1),  # a whole number for any number
+        wanted(aten.logit.default, x, 0),  # a whole number for a float
+        wanted(aten.clamp.default, x, None, 0.5),
+        wanted(aten.any.default, x > 2),
+    ]
+    for expected, call in cases:
+        assert interpreter.fits(call), call.op
+        first_run([call])
+        assert torch.equal(call.copied_to[0], expected), call.op
+        assert call.copied_to[0].stride() == expected.stride()
+
+
+def test_what_does_not_fit_the_interpreter() -> None:
+    x = torch.rand(4)
+    assert not interpreter.fits(OperatorCall(torch.neg, (x,), {}, (x,)))  # no overload
+    assert not interpreter.fits(OperatorCall(aten.split_copy.Tensor, (x, 2), {}, (x, x)))  # a list of results
+    assert not interpreter.fits(OperatorCall(aten.mul.out, (x,), {"out": x}))  # an argument is missing
+    assert not interpreter.fits(OperatorCall(aten.full_like.default, (x, object()), {}, (x,)))
+
+
+def test_an_operators_error_keeps_its_message_in_the_interpreter() -> None:
+    x, y = torch.tensor([7]), torch.tensor([1])
+    run = first_run([OperatorCall(aten.floor_divide.default, (x, y), {}, (torch.empty_like(x),))])
+    y.zero_()
+    with pytest.raises(RuntimeError) as eager:
+        torch.floor_divide(x, y)
+    with pytest.raises(RuntimeError) as found:
+        run()
+    assert str(found.value) == str(eager.value), changed("the interpreter's words around an error")

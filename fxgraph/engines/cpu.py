@@ -1,13 +1,17 @@
 """The CPU engine: CUDA graphs' semantics without a GPU, and the default where there is none.
 
-Capture runs the region once, op by op, and keeps every value at the address where it came to lie. A replay runs the
+Capture runs the region op by op, and keeps every value at the address where it came to lie. A replay runs the
 recorded ops again, into the same memory: through the op's ``out=`` form where it has one, else by copying the result.
 Views are made once, at capture; they cost nothing in a replay.
+
+Calling an op from Python costs as much as what eager does around its kernel. So a replay leaves runs of well-known ops
+to torch's own interpreter (:mod:`fxgraph._torch_compat.interpreter`), one call from Python for all of them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +20,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .._torch_compat import interpreter
 from .._torch_compat.autograd import kernels_only
+from .._torch_compat.interpreter import OperatorCall
 from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
+from .reuse import share_memory
 
 POISON = False
 """Debug switch (tests set it): fill a slot's buffers with poison when the slot is given back."""
@@ -61,7 +68,12 @@ class CpuEngine(Engine):
                 module(*inputs)
             recorder = _Recorder(module)
             outputs = tuple(recorder.run(*inputs))
-            captured = CpuRegion(pool, tuple(recorder.calls), outputs, recorder.buffers)
+            share_memory(recorder.calls, recorder.buffers, [*inputs, *outputs])
+            calls = _bind(recorder.calls)
+            with interpreter.as_written():
+                for call in calls:
+                    call()
+            captured = CpuRegion(pool, calls, outputs, recorder.buffers)
         pool.regions.append(captured)
         return captured
 
@@ -111,7 +123,7 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, region: fx.GraphModule) -> None:
         super().__init__(region, garbage_collect_values=False)
-        self.calls: list[Callable[[], Any]] = []
+        self.calls: list[OperatorCall] = []
         self.buffers: list[torch.Tensor] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -131,7 +143,9 @@ class _Recorder(fx.Interpreter):
         fresh = [out for out in outs if out.untyped_storage().data_ptr() not in given or out.numel() == 0]
         mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
         if mutates:
-            self.calls.append(functools.partial(target, *args, **kwargs))
+            new = tuple([out if any(out is one for one in fresh) else None for out in pytree.tree_leaves(result)])
+            self.buffers += fresh
+            self.calls.append(OperatorCall(target, args, kwargs, new if fresh else ()))
         elif len(fresh) < len(outs):
             if fresh:
                 raise RuntimeError(f"{target} returns both new memory and memory of its inputs")
@@ -157,25 +171,28 @@ _NO_VALUES = {
 
 def _again(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outs: list[torch.Tensor]
-) -> Callable[[], Any]:
+) -> OperatorCall:
     """A call that computes the op again into the memory of its first results."""
+    leaves = pytree.tree_leaves(result)
     found = _out_form(target) if isinstance(target, torch._ops.OpOverload) else None
-    whole = len(outs) == len(pytree.tree_leaves(result))  # an unused result may be None, which no out= form takes
+    whole = len(outs) == len(leaves)  # an unused result may be None, which no out= form takes
     if found is not None and whole and not any(map(torch._debug_has_internal_overlap, outs)):
         form, names, dropped = found
         kept = {name: value for name, value in kwargs.items() if name not in dropped}
         call = functools.partial(form, *args, **kept)
         if _gives(call, names, outs, compare=torch.Tag.nondeterministic_seeded not in target.tags):
-            return functools.partial(call, **dict(zip(names, outs, strict=True)))
-    if isinstance(result, torch.Tensor):
-        return lambda: result.copy_(target(*args, **kwargs))
+            return OperatorCall(form, args, {**kept, **dict(zip(names, outs, strict=True))})
+    return OperatorCall(
+        target, args, kwargs, tuple(leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    )
 
-    def recompute() -> None:
-        results = pytree.tree_leaves(target(*args, **kwargs))
-        for out, new in zip(outs, [new for new in results if new is not None], strict=True):
+
+def _recompute(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor | None]
+) -> None:
+    for out, new in zip(targets, pytree.tree_leaves(target(*args, **kwargs)), strict=True):
+        if out is not None:
             out.copy_(new)
-
-    return recompute
 
 
 def _gives(call: Callable[..., Any], names: Sequence[str], outs: Sequence[torch.Tensor], compare: bool) -> bool:
@@ -215,3 +232,110 @@ def _out_form(target: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tup
 
 
 _ALLOCATION = ("dtype", "layout", "device", "pin_memory")
+
+
+def _bind(calls: Sequence[OperatorCall]) -> tuple[Callable[[], Any], ...]:
+    """What a replay calls, in order: calls of Python's, and functions that stand for several calls each."""
+    bound: list[Callable[[], Any]] = []
+    for plain, group in itertools.groupby(calls, _goes_to_the_interpreter):
+        together = list(group)
+        if plain and len(together) >= _FEWEST:
+            bound.append(interpreter.interpreted(together))
+        else:
+            bound += map(_from_python, together)
+    return tuple(bound)
+
+
+_FEWEST = 4  # calls: starting the interpreter takes as long as calling two or three ops from Python
+
+
+def _from_python(call: OperatorCall) -> Callable[[], Any]:
+    if call.copied_to:
+        return functools.partial(_recompute, call.op, call.args, call.kwargs, call.copied_to)
+    return functools.partial(call.op, *call.args, **call.kwargs)
+
+
+def _goes_to_the_interpreter(call: OperatorCall) -> bool:
+    return isinstance(call.op, torch._ops.OpOverload) and _is_plain(call.op) and interpreter.fits(call)
+
+
+@functools.cache
+def _is_plain(op: torch._ops.OpOverload) -> bool:
+    """Whether whatever the op raises for the values of its inputs is a ``RuntimeError``, and it runs no Python.
+
+    For the interpreter turns every error into one. Ops that take indices raise ``IndexError``, those of linear algebra
+    ``LinAlgError``, those of others anything.
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace != "aten":
+        return False
+    overloads = [getattr(op.overloadpacket, each) for each in op.overloadpacket.overloads()]  # out= forms lack tags
+    return any(torch.Tag.pointwise in each.tags for each in overloads) or name.removesuffix("_") in _PLAIN
+
+
+# Those that are not tagged as pointwise.
+_PLAIN = frozenset(
+    (
+        "addmm",
+        "addmv",
+        "baddbmm",
+        "bmm",
+        "mm",
+        "mv",
+        "dot",
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "prod",
+        "var",
+        "var_mean",
+        "logsumexp",
+        "cumsum",
+        "argmax",
+        "argmin",
+        "any",
+        "all",
+        "cat",
+        "stack",
+        "copy",
+        "fill",
+        "zero",
+        "zeros_like",
+        "ones_like",
+        "full",
+        "full_like",
+        "_to_copy",
+        "constant_pad_nd",
+        "slice_backward",
+        "select_backward",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "_native_batch_norm_legit",
+        "convolution",
+        "convolution_backward",
+        "avg_pool2d",
+        "avg_pool2d_backward",
+        "max_pool2d_with_indices",
+        "_adaptive_avg_pool2d",
+        "_adaptive_avg_pool2d_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "native_dropout",
+        "bernoulli",
+        "rand_like",
+        "randn_like",
+        "mse_loss",
+        "mse_loss_backward",
+    )
+)
