@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import fx
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -295,11 +296,20 @@ def raw(
 
 @dataclasses.dataclass
 class Judged:
-    """The ids of the violated rules (none: allowed), what they observed, and the graph of ATen ops."""
+    """A verdict, and what it is about.
+
+    Attributes:
+        ids: of the violated rules; none: allowed.
+        observed: what the rules saw.
+        graph: of ATen ops.
+        unsafe: the op that torch's own compiler would not put into a CUDA graph, or an empty string.
+        notes: what else is to be said.
+    """
 
     ids: list[str]
     observed: list[str]
     graph: fx.GraphModule | None
+    unsafe: str
     notes: list[str]
 
 
@@ -335,7 +345,9 @@ def judge(step: Step, function: Callable[..., Any]) -> Judged:
     ids, observed = list(report.ids), [violation.observed for violation in report.violations]
     if graph is None and not ids:
         ids, observed = [NO_GRAPH], [mode]
-    return Judged(ids, list(dict.fromkeys(observed))[:3], graph, notes)
+    # Torch judges graphs of fake tensors only: it looks at every index's dtype.
+    unsafe = get_first_incompatible_cudagraph_node(graph) if graph is not None and mode == "fake" else None
+    return Judged(ids, list(dict.fromkeys(observed))[:3], graph, "" if unsafe is None else str(unsafe.target), notes)
 
 
 def relation(outcome: str, ids: Sequence[str]) -> str:
@@ -391,6 +403,7 @@ def run_sample(op: Any, sample: Any, fresh: Any, device: str, report: Callable[[
         "ids": judged.ids,
         "observed": judged.observed,
         "relation": relation(outcome, judged.ids),
+        "unsafe": judged.unsafe,
         "backward": step.differentiates,
         "compared": strictness.name.lower(),
         "notes": notes + judged.notes,
