@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from typing import Any
 from . import in_worker, results, tables, workers
 from .entries import ENTRIES
 from .outcomes import Outcome
+
+PRELOAD = "conformance.preload"
+"""What the processes of the captures share; it is not for this one, which may use CUDA."""
 
 HERE = Path(__file__).resolve().parent
 
@@ -120,16 +124,17 @@ def _run(args: argparse.Namespace, cases: list[Any], runner: workers.Runner, pre
 
 def _captures(args: argparse.Namespace) -> int:
     """Capture and judge; the exit status says whether a difference has no reason."""
-    from . import captures, captures_table, preload
+    from . import captures, captures_table
 
     path = args.results or results.FOLDER / f"captures-{args.device}.jsonl"
     environment = results.environment(args.device, samples=args.samples)
-    preload.announce()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there are cores run beside each other
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # see preload.py
     which, parts = args.shard
     cases = list(captures.cases(args.device, args.only))[which::parts]
     runner = functools.partial(in_worker.run_capture, device=args.device, samples=args.samples)
     prepare = functools.partial(in_worker.prepare_captures, args.device)
-    for module in (preload.__name__, None):
+    for module in (PRELOAD, None):
         file = results.Results(path, environment, fresh=True)
         rows = workers.run(
             cases, runner, prepare, jobs=args.jobs, timeout=args.timeout, row_of=in_worker.row_of, preload=module

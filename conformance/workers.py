@@ -54,9 +54,9 @@ class _Worker:
     ready: bool = False
     broken: bool = False
 
-    def end(self, *, kill: bool = False) -> None:
+    def end(self) -> None:
         """Let an idle process go, kill one that is at a case, does not go or has a broken device."""
-        if self.ready and self.case is None and not kill and self.process.is_alive():
+        if self.ready and self.case is None and not self.broken and self.process.is_alive():
             with contextlib.suppress(BrokenPipeError):
                 self.pipe.send(None)
             self.process.join(5)
@@ -101,6 +101,7 @@ def run(
         context.set_forkserver_preload([preload])
     waiting = collections.deque(cases)
     workers: list[_Worker] = []
+    broken: list[_Worker] = []
     try:
         while waiting or any(worker.case is not None for worker in workers):
             if stop_starting_after is not None and time.monotonic() - began > stop_starting_after:
@@ -123,11 +124,15 @@ def run(
                         over = True
                 if over:
                     workers.remove(worker)
-                    worker.end(kill=worker.broken)
+                    if worker.broken:
+                        worker.process.kill()
+                        broken.append(worker)  # the driver takes its time to clean up: nobody has to wait for it now
+                    else:
+                        worker.end()
                 if row is not None:
                     yield row
     finally:
-        for worker in workers:
+        for worker in (*workers, *broken):
             worker.end()
 
 

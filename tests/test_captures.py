@@ -16,7 +16,7 @@ pytest.importorskip("tabulate")
 from torch.testing._internal.opinfo.core import SampleInput
 
 from conformance import __main__ as command_line
-from conformance import captures, captures_table, preload, workers
+from conformance import captures, captures_table, workers
 from conformance.captures import AGREE, CAPTURES, FAILS, LAXER, STRICTER, WRONG, Case, Step
 from conformance.compare import Strictness
 
@@ -221,9 +221,7 @@ def sweep(device: str, folder: Path, *names: str) -> tuple[int, dict[str, dict[s
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command tells its processes is forgotten afterwards."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in (preload.NVML, preload.CAPABILITY):
-        monkeypatch.setenv(name, "")  # so that the name is put back, set or not
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def test_the_command_lists_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +254,7 @@ def test_a_row_that_says_so_ends_its_process() -> None:
     cases = [Case(name, "float32") for name in "abc"]
     runner = functools.partial(note_process, retire="b")
     rows = workers.run(
-        cases, runner, nothing_to_prepare, jobs=1, timeout=60, row_of=dict, preload=preload.__name__
+        cases, runner, nothing_to_prepare, jobs=1, timeout=60, row_of=dict, preload=command_line.PRELOAD
     )  # forks of the process that the command above has started
     a, b, c = (row["process"] for row in rows)
     assert a == b != c
