@@ -218,13 +218,21 @@ def capture_cpu(graph: fx.GraphModule | None, statics: Sequence[torch.Tensor]) -
 
 
 def refill(statics: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Put values into the tensors that a graph reads; where several elements share memory they are written once."""
+    """Put values into the tensors that a graph reads.
+
+    Where the memory behind a tensor is laid out alike it is written as a whole: an op may look at more of it than the
+    tensor shows (``as_strided``), and elements that share memory are written once.
+    """
     for static, value in zip(statics, values, strict=True):
-        if static.layout == torch.strided:
-            for dim, stride in enumerate(static.stride()):
-                if stride == 0 and static.shape[dim] > 1:
-                    static, value = static.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-        static.copy_(value)
+        if static.layout == torch.strided and _memory_of(static) == _memory_of(value):
+            static.untyped_storage().copy_(value.untyped_storage())
+        else:
+            static.copy_(value)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    place = (tensor.untyped_storage().nbytes(), tensor.storage_offset(), tensor.stride())
+    return (*place, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclasses.dataclass

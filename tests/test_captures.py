@@ -116,6 +116,12 @@ def test_inputs_that_overlap_themselves_are_filled_once() -> None:
     assert static.tolist() == [[1.0] * 3] * 2
 
 
+def test_memory_that_a_view_leaves_out_is_filled_too() -> None:
+    static, value = torch.zeros(4), torch.arange(4.0)
+    captures.refill([static[1:3]], [value[1:3]])
+    assert static.tolist() == value.tolist()
+
+
 def test_other_values_must_fit() -> None:
     step = step_of(torch.mul, leaf(1.0, 2.0), leaf(3.0, 4.0))
     fits = SampleInput(leaf(5.0, 6.0), args=(leaf(7.0, 8.0),))
@@ -178,7 +184,9 @@ def test_a_difference_needs_a_reason_for_every_rule_and_laxity_one_of_its_own(mo
     assert said("any", ["a-rule", "b-rule"], STRICTER, "cuda (x)") is None
     assert said("any", ["b-rule"], STRICTER, "cpu (x)") == captures_table.CPU
     assert said("lax", [], LAXER, "cuda (x)") == "known"
-    assert said("any", [], LAXER, "cpu (x)") is None
+    monkeypatch.setattr(captures_table, "ON_CPU", {"any": "traced"})
+    assert said("any", [], LAXER, "cpu (x)") == "traced" and said("any", [], LAXER, "cuda (x)") is None
+    assert said("other", [], LAXER, "cpu (x)") is None
 
 
 def test_what_has_no_reason_is_listed() -> None:
