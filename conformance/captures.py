@@ -235,6 +235,13 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*place, tensor.is_conj(), tensor.is_neg())
 
 
+def copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with all the memory behind them; of sparse tensors, which have no memory of their own, clones."""
+    strided: list[torch.Tensor] = compare.copy_of([value for value in values if value.layout == torch.strided])
+    dense = iter(strided)
+    return [next(dense) if value.layout == torch.strided else value.clone() for value in values]
+
+
 @dataclasses.dataclass
 class Eager:
     """What eager gives: tensors and constants."""
@@ -251,7 +258,7 @@ class Eager:
 def run_eager(step: Step, values: Sequence[torch.Tensor], seed: int) -> Eager:
     """The step on copies of these values."""
     torch.manual_seed(seed)
-    return Eager(step(*compare.copy_of(list(values))), step.constants)
+    return Eager(step(*copies(values)), step.constants)
 
 
 def strictness_of(step: Step, values: Sequence[torch.Tensor], expected: Eager, has_values: bool) -> Strictness:
@@ -284,7 +291,7 @@ def raw(
 ) -> str:
     """Capture the step on the first run's values, replay on each run's, compare with what eager gave."""
     try:
-        statics = compare.copy_of(list(runs[0][0]))
+        statics = copies(runs[0][0])
         outputs, replay = capture(step, statics)
         constants = step.constants
         for number, (values, expected) in enumerate(runs):
@@ -328,7 +335,7 @@ def aten_graph(step: Step) -> tuple[fx.GraphModule | None, str]:
         try:
             with tracing():
                 tracer = make_fx(step, tracing_mode=mode, _error_on_data_dependent_ops=mode == "fake")
-                return tracer(*compare.copy_of(step.values)), mode
+                return tracer(*copies(step.values)), mode
         except Exception as error:  # an op without a fake kernel, one that reads a value: tracers raise anything
             reason = describe(error)
     return None, reason
@@ -338,7 +345,7 @@ def judge(step: Step, function: Callable[..., Any]) -> Judged:
     """The verdict on the torch-level graph, as fxgraph reads and judges it first, and on that of ATen ops."""
     notes = []
     report = passes.Report()
-    args, kwargs = step.arguments(step.leaves_of(compare.copy_of(step.values)))
+    args, kwargs = step.arguments(step.leaves_of(copies(step.values)))
     try:
         read = trace.read(function, args, kwargs, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)  # type: ignore[arg-type]
         if read.graph is not None:
