@@ -1,10 +1,11 @@
-"""The command line: ``python -m conformance ops|models|tables|upstream``."""
+"""The command line: ``python -m conformance ops|models|captures|tables|upstream``."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import functools
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from typing import Any
 from . import in_worker, results, tables, workers
 from .entries import ENTRIES
 from .outcomes import Outcome
+
+PRELOAD = "conformance.preload"
+"""What the processes of the captures share; it is not for this one, which may use CUDA."""
 
 HERE = Path(__file__).resolve().parent
 
@@ -54,6 +58,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     models.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     models.add_argument("--optimizers", nargs="+", default=["foreach", "fused"], choices=["foreach", "fused"])
     models.add_argument("--timing", type=int, default=5, help="repetitions for the speed-up; 0: none")
+
+    raw = commands.add_parser(
+        "captures", help="what a bare CUDA graph does with torch's ops against what the rules say"
+    )
+    raw.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    raw.add_argument("--jobs", type=int, default=1, help="processes beside each other")
+    raw.add_argument("--timeout", type=float, default=30.0, help="seconds per op")
+    raw.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="every N-th op, from op I on")
+    raw.add_argument("--only", nargs="+", default=[], help="names of ops")
+    raw.add_argument("--samples", type=int, default=2, help="of the database's samples per op, the first ones")
+    raw.add_argument("--results", type=Path, default=None, help="a .jsonl file, begun anew")
+    raw.add_argument("--out", type=Path, default=None, help="write the differences here, as Markdown")
 
     table = commands.add_parser("tables", help="tables from results files")
     table.add_argument("--ops", type=Path, default=None)
@@ -106,6 +122,46 @@ def _run(args: argparse.Namespace, cases: list[Any], runner: workers.Runner, pre
     return int(failed > 0)
 
 
+def _captures(args: argparse.Namespace) -> int:
+    """Capture and judge; the exit status says whether a difference has no reason."""
+    from . import captures, captures_table
+
+    path = args.results or results.FOLDER / f"captures-{args.device}.jsonl"
+    environment = results.environment(args.device, samples=args.samples)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there are cores run beside each other
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # see preload.py
+    which, parts = args.shard
+    cases = list(captures.cases(args.device, args.only))[which::parts]
+    runner = functools.partial(in_worker.run_capture, device=args.device, samples=args.samples)
+    prepare = functools.partial(in_worker.prepare_captures, args.device)
+    for module in (PRELOAD, None):
+        file = results.Results(path, environment, fresh=True)
+        rows = workers.run(
+            cases, runner, prepare, jobs=args.jobs, timeout=args.timeout, row_of=in_worker.row_of, preload=module
+        )
+        bar = _progress(len(cases))
+        try:
+            for row in rows:
+                file.add(row)
+                if bar is not None:
+                    bar.update()
+            break
+        except RuntimeError as error:  # from workers.run: a process that cannot start
+            if module is None:
+                raise
+            print(f"{error}; once more with processes that import everything themselves", file=sys.stderr)
+        finally:
+            if bar is not None:
+                bar.close()
+    if args.out is not None:
+        args.out.write_text(captures_table.page(path))
+    _, done = captures_table.read(path)
+    lines = captures_table.unjustified(done, args.device)
+    print("\n".join(lines + [f"{name}: {count}" for name, count in Counter(r["outcome"] for r in done).items()]))
+    print(f"{len(done)} ops, {len(lines)} differences without a reason; results: {path}")
+    return int(bool(lines))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit status."""
     args = parse(argv)
@@ -120,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return upstream.run(args.checkout, args.pytest_args)
     try:
+        if args.command == "captures":
+            return _captures(args)
         if args.command == "ops":
             from . import ops
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import models, ops
+from . import captures, models, ops
 from .outcomes import Row
 
 
@@ -33,6 +33,24 @@ def prepare_ops() -> None:
     """Before the first op."""
     _quiet()
     ops.database()
+
+
+def prepare_captures(device: str) -> None:
+    """Before the first capture.
+
+    Raises:
+        RuntimeError: in a fork of a process that has initialised CUDA.
+    """
+    if device == "cuda":
+        if torch.cuda._is_in_bad_fork():
+            raise RuntimeError("CUDA was initialised before the fork")
+        torch.cuda.init()
+    prepare_ops()
+
+
+def run_capture(case: Any, report: Callable[[str], None], *, device: str, samples: int) -> Row:
+    """An op, captured and judged."""
+    return captures.run(case, device, samples, report=report)
 
 
 def run_op(case: Any, report: Callable[[str], None], *, device: str, limit: int) -> Row:

@@ -10,7 +10,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from .outcomes import Outcome, Row, describe
@@ -45,17 +45,18 @@ def _serve(pipe: connection.Connection, runner: Runner, prepare: Callable[[], ob
 
 @dataclasses.dataclass
 class _Worker:
-    process: SpawnProcess
+    process: Any
     pipe: connection.Connection
     case: Any = None
     stage: str = "start"
     deadline: float = 0.0
     done: int = 0
     ready: bool = False
+    broken: bool = False
 
     def end(self) -> None:
-        """Let an idle process go, kill one that is at a case or does not go."""
-        if self.ready and self.case is None and self.process.is_alive():
+        """Let an idle process go, kill one that is at a case, does not go or has a broken device."""
+        if self.ready and self.case is None and not self.broken and self.process.is_alive():
             with contextlib.suppress(BrokenPipeError):
                 self.pipe.send(None)
             self.process.join(5)
@@ -74,10 +75,12 @@ def run(
     timeout: float,
     row_of: Callable[[Any], Row],
     stop_starting_after: float | None = None,
+    preload: str | None = None,
 ) -> Iterator[Row]:
     """Run cases, ``jobs`` at a time; rows come as they are ready.
 
-    A process that dies, hangs or says that the device is broken gives a row of its own and is replaced.
+    A process that dies, hangs or says that the device is broken gives a row of its own and is replaced; so is one
+    whose row has a true value for ``retire``.
 
     Args:
         cases: picklable.
@@ -87,11 +90,18 @@ def run(
         timeout: seconds that a case may take.
         row_of: the row of a case that gave none, without an outcome.
         stop_starting_after: seconds after which no further case is begun.
+        preload: a module; processes are then forks of one that has imported it, and start at once. It must not
+            initialise CUDA, which does not survive a fork; ``prepare`` should raise where it has.
+    Raises:
+        RuntimeError: if a process dies before it is ready.
     """
     began = time.monotonic()
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    context: BaseContext = multiprocessing.get_context("spawn" if preload is None else "forkserver")
+    if preload is not None:
+        context.set_forkserver_preload([preload])
     waiting = collections.deque(cases)
     workers: list[_Worker] = []
+    broken: list[_Worker] = []
     try:
         while waiting or any(worker.case is not None for worker in workers):
             if stop_starting_after is not None and time.monotonic() - began > stop_starting_after:
@@ -114,15 +124,19 @@ def run(
                         over = True
                 if over:
                     workers.remove(worker)
-                    worker.end()
+                    if worker.broken:
+                        worker.process.kill()
+                        broken.append(worker)  # the driver takes its time to clean up: nobody has to wait for it now
+                    else:
+                        worker.end()
                 if row is not None:
                     yield row
     finally:
-        for worker in workers:
+        for worker in (*workers, *broken):
             worker.end()
 
 
-def _start(context: SpawnContext, runner: Runner, prepare: Callable[[], object]) -> _Worker:
+def _start(context: Any, runner: Runner, prepare: Callable[[], object]) -> _Worker:
     mine, its = context.Pipe()
     process = context.Process(target=_serve, args=(its, runner, prepare), daemon=True)
     process.start()
@@ -152,8 +166,10 @@ def _hear(worker: _Worker, row_of: Callable[[Any], Row]) -> tuple[Row | None, bo
     row = content if kind == "row" else _row_for(worker, row_of, Outcome.CRASH, content)
     worker.case = None
     worker.done += 1
-    broken = any("CUDA error" in reason or "device-side assert" in reason for reason in row.get("reasons", {}))
-    return row, broken
+    reasons = row.get("reasons", {})
+    worker.broken = any("CUDA error" in reason or "device-side assert" in reason for reason in reasons)
+    worker.broken |= bool(row.get("retire"))
+    return row, worker.broken
 
 
 def _row_for(worker: _Worker, row_of: Callable[[Any], Row], outcome: Outcome, what: str) -> Row | None:

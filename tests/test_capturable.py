@@ -733,6 +733,36 @@ def test_what_torch_tags_as_of_dynamic_shape_is_refused(op: OpOverload) -> None:
     assert refused(op) == ([] if op in BY_ARGUMENTS else ["data-dependent-shape"])
 
 
+def registered() -> Iterator[OpOverload]:
+    """Every operator of every namespace that Python can name."""
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = qualified.partition("::")
+        name, _, overload = rest.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), name, None), overload or "default", None)
+        if isinstance(op, OpOverload):
+            yield op
+
+
+def test_no_operator_of_any_namespace_that_torch_knows_as_unsafe_is_allowed() -> None:
+    """Custom operators and those of torch's other libraries carry the same tags as ATen's."""
+    tags = {torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    unsafe_ops = [op for op in registered() if tags.intersection(op.tags) and op not in BY_ARGUMENTS]
+    assert torch.ops.passes_test.unsafe.default in unsafe_ops
+    assert [str(op) for op in unsafe_ops if not refused(op)] == []
+
+
+@pytest.mark.parametrize("name", sorted(op_lists.FORBIDDEN))
+def test_what_torch_leaves_out_by_name_alone_is_refused_by_the_rule_of_that_name(name: str) -> None:
+    for op in overloads(name):
+        assert "cudagraph-unsafe-op" in refused(op)
+
+
+def test_a_sparse_result_is_refused_as_torch_refuses_it() -> None:
+    gm = by_hand(aten.clone.default, fake(2), result=torch.eye(2).to_sparse())
+    assert inductor_utils.get_first_incompatible_cudagraph_node(gm) is not None
+    assert ids(gm) == ("unsupported-layout",)
+
+
 @pytest.mark.parametrize("op", [aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 def test_an_index_put_is_refused_exactly_where_torch_refuses_it(op: OpOverload, dtype: torch.dtype) -> None:

@@ -1,0 +1,176 @@
+"""The differences between what a CUDA graph does with an op and what our rules say, and why those that stay do."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import captures
+from .captures import AGREE, CAPTURES, LAXER, STRICTER
+from .outcomes import Row
+from .results import latest
+from .tables import cell, table
+
+RULES: dict[str, str] = {
+    "unsupported-layout": "a sparse tensor gets new indices and values when it is filled, so a replay would read the "
+    "old ones: the sweep's own inputs may be dense and its results unread",
+}
+"""By rule: why it may refuse what captures and replays right here."""
+
+OPS: dict[tuple[str, str], str] = {}
+"""By op and rule, the same; and by op and ``LAXER``: why it may be allowed though the bare capture fails."""
+
+ON_CPU: dict[str, str] = {
+    "ormqr": "strides alone: the region is traced, and on fake tensors the result is row-major",
+}
+"""By op: why the CPU engine may differ from eager here; a CUDA graph of the bare op may not."""
+
+CPU = "the CPU engine runs on the host, which reads values as it likes"
+"""Why every rule may be stricter than it."""
+
+Difference = tuple[Row, dict[str, object]]
+"""A row and one of its samples."""
+
+
+def reason(op: str, ids: Iterable[str], relation: str, device: str) -> str | None:
+    """Why a difference is right; None if nothing says so. All the rules that refuse an op must be justified.
+
+    Args:
+        op: its name in the database, with or without the variant.
+        ids: of the rules that refuse it.
+        relation: ``STRICTER`` or ``LAXER``.
+        device: where the capture was made.
+    """
+    if relation == STRICTER and device.startswith("cpu"):
+        return CPU
+    if relation == LAXER and device.startswith("cpu") and op in ON_CPU:
+        return ON_CPU[op]
+    found = []
+    for what in ids if relation == STRICTER else [LAXER]:
+        said = OPS.get((op, what)) or (RULES.get(what) if relation == STRICTER else None)
+        if said is None:
+            return None
+        found.append(said)
+    return "; ".join(dict.fromkeys(found)) or None
+
+
+def differences(rows: Iterable[Row], relation: str) -> list[Difference]:
+    """The samples of that relation: the first of each op and outcome."""
+    found: dict[tuple[str, ...], Difference] = {}
+    for row in rows:
+        for sample in row.get("samples", []):
+            if sample["relation"] == relation:
+                found.setdefault((row["op"], *sample["ids"], str(sample["raw"])[:40]), (row, sample))
+    return list(found.values())
+
+
+def complete(row: Row) -> Row:
+    """A row whose process died or hung, with the sample that its last words are about; other rows as they are."""
+    if "samples" in row:
+        return row
+    said = "; ".join(row.get("reasons", {}))
+    match = re.search(r"sample (\d+): capture; verdict: (.*)$", said)
+    if match is None:
+        return {**row, "samples": []}
+    ids = [] if match[2] == "allowed" else match[2].split(", ")
+    raw = f"{captures.FAILS}: {said.partition(', at: ')[0]}"
+    sample = {"sample": int(match[1]), "raw": raw, "ids": ids, "relation": captures.relation(raw, ids)}
+    return {**row, "samples": [sample], "outcome": sample["relation"]}
+
+
+def unjustified(rows: Sequence[Row], device: str) -> list[str]:
+    """One line for each difference without a reason, and for each op that gave no result."""
+    lines = [f"no result: {row['op']}: {said(row)}" for row in rows if lost(row)]
+    lines += [f"allowed, but torch would not capture {op}: {row}" for row, _, op in against_torch(rows)]
+    for relation in (LAXER, STRICTER):
+        for row, sample in differences(rows, relation):
+            if reason(row["op"], sample["ids"], relation, device) is None:  # type: ignore[arg-type]
+                lines.append(f"{relation}: {row['op']}: {sample['raw']}; {_verdict(sample)}")
+    return lines
+
+
+def against_torch(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """Samples that the rules allow and torch's own compiler would leave out of CUDA graphs: op, dtype, ATen op."""
+    return [
+        (row["op"], row["dtype"], sample["unsafe"])
+        for row in rows
+        for sample in row["samples"]
+        if sample.get("unsafe") and not sample["ids"]
+    ]
+
+
+def lost(row: Row) -> bool:
+    """Whether the op's process died or hung where neither eager nor a capture was at fault."""
+    return not row["samples"] and row["outcome"] != captures.SKIPPED
+
+
+def said(row: Row) -> str:
+    """The reasons of a row in one line."""
+    return "; ".join(row.get("reasons", {}))
+
+
+def _verdict(sample: dict[str, object]) -> str:
+    return ", ".join(sample["ids"]) or "allowed"  # type: ignore[call-overload, no-any-return]
+
+
+def read(path: Path) -> tuple[Row, list[Row]]:
+    """The environment and the completed rows of a results file."""
+    everything = latest(path)
+    environment = everything.pop("environment")
+    return environment, [complete(row) for row in everything.values()]
+
+
+def page(path: Path) -> str:
+    """The differences as Markdown."""
+    environment, rows = read(path)
+    device = str(environment["device"])
+    facts = {name: value for name, value in environment.items() if name != "case"}
+    facts["rows of"] = ", ".join(sorted({row["date"] for row in rows}))
+    facts["revision"] = ", ".join(sorted({row["revision"] for row in rows if row["revision"]}))
+    parts = ["# What CUDA graphs do with torch's ops, and what the rules say", ""]
+    parts += ["Generated by `python -m conformance captures`; do not edit.", ""]
+    if device.startswith("cpu"):
+        parts += ["No GPU: the place of `torch.cuda.graph` is taken by fxgraph's CPU engine.", ""]
+    parts += [table([(name, cell(str(value))) for name, value in facts.items()], ["", ""]), ""]
+    parts += ["## Counts", "", _counts(rows), ""]
+    for relation, title in (
+        (LAXER, "Allowed, but the capture fails or a replay is wrong"),
+        (STRICTER, "Refused, but captured and replayed right"),
+    ):
+        found = differences(rows, relation)
+        parts += [f"## {title}", "", _differences(found, relation, device) if found else "None.", ""]
+    against = against_torch(rows)
+    if against:
+        title = "## Allowed, but torch's own compiler would not capture it"
+        parts += [title, "", table(against, ["op", "dtype", "because of"]), ""]
+    missing = [(row["op"], row["dtype"], cell(said(row))) for row in rows if lost(row)]
+    if missing:
+        parts += ["## No result", "", table(missing, ["op", "dtype", "why"]), ""]
+    return "\n".join(parts)
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    samples = [sample for row in rows for sample in row["samples"]]
+    kinds: collections.Counter[tuple[str, str]] = collections.Counter()
+    for sample in samples:
+        kinds[str(sample["raw"]).partition(":")[0], "refused" if sample["ids"] else "allowed"] += 1
+    outcomes = [CAPTURES, captures.WRONG, captures.FAILS]
+    body = [(outcome, kinds[outcome, "allowed"], kinds[outcome, "refused"]) for outcome in outcomes]
+    relations = collections.Counter(row["outcome"] for row in rows)
+    agreed = f"{relations[AGREE]} of {len(rows)} ops agree in all their samples"
+    others = ", ".join(f"{count} {name}" for name, count in sorted(relations.items()) if name != AGREE)
+    skipped = sum(sample["relation"] == captures.SKIPPED for sample in samples)
+    text = f"{agreed}{f' ({others})' if others else ''}. Samples ({skipped} more that eager itself cannot run):"
+    return "\n".join([text, "", table(body, ["", "allowed", "refused"])])
+
+
+def _differences(found: Sequence[Difference], relation: str, device: str) -> str:
+    body = []
+    for row, sample in found:
+        ids: list[str] = sample["ids"]  # type: ignore[assignment]
+        why = reason(row["op"], ids, relation, device) or "**unjustified**"
+        told = sample["raw"] if relation == LAXER else "; ".join([_verdict(sample), *sample.get("observed", [])])  # type: ignore[misc]
+        body.append((row["op"], row["dtype"], sample["sample"], cell(str(told)), why))
+    return table(body, ["op", "dtype", "sample", "capture" if relation == LAXER else "rule and what it saw", "reason"])

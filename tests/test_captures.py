@@ -1,0 +1,268 @@
+"""The sweep of raw captures: it says what a capture did, what the rules say, and where the two differ."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch's own op database needs it")
+pytest.importorskip("tabulate")
+
+from torch.testing._internal.opinfo.core import SampleInput
+
+from conformance import __main__ as command_line
+from conformance import captures, captures_table, workers
+from conformance.captures import AGREE, CAPTURES, FAILS, LAXER, STRICTER, WRONG, Case, Step
+from conformance.compare import Strictness
+
+
+def step_of(function: Any, *tensors: torch.Tensor, **kwargs: Any) -> Step:
+    first, *rest = tensors
+    return Step(function, SampleInput(first, args=tuple(rest), kwargs=kwargs), backward=True)
+
+
+def leaf(*values: float) -> torch.Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+# -- a sample as a function of its tensors ----------------------------------------------------------------------------
+
+
+def test_a_step_gives_outputs_and_gradients_and_touches_nothing() -> None:
+    x, y = leaf(1.0, 2.0), leaf(3.0, 4.0)
+    step = step_of(torch.mul, x, y)
+    product, dx, dy = step(*step.values)
+    ramp = torch.tensor([1.0, 2.0])  # the cotangent
+    assert product.tolist() == [3.0, 8.0]
+    assert (dx.tolist(), dy.tolist()) == ((ramp * y).tolist(), (ramp * x).tolist())
+    assert x.grad is None and y.grad is None and not step.values[0].requires_grad
+
+
+def test_results_that_are_no_tensors_are_kept_beside() -> None:
+    step = step_of(torch.equal, torch.ones(2), torch.ones(2))
+    assert step(*step.values) == () and step.constants == [True]
+
+
+# -- raw captures -----------------------------------------------------------------------------------------------------
+
+
+def faithful(step: Step, statics: Any) -> captures.Captured:
+    """What a right CUDA graph does: replays read the static inputs anew."""
+    outputs = step(*statics)
+
+    def replay() -> None:
+        for output, again in zip(outputs, step(*statics), strict=True):
+            output.copy_(again)
+
+    return outputs, replay
+
+
+def frozen(step: Step, statics: Any) -> captures.Captured:
+    """What a value read on the host comes to: replays give the first result again."""
+    return step(*statics), lambda: None
+
+
+def nothing_written(step: Step, statics: Any) -> captures.Captured:
+    return tuple(torch.zeros_like(t) for t in step(*statics)), lambda: None
+
+
+def broken(step: Step, statics: Any) -> captures.Captured:
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def outcome(capture: Any, function: Any = torch.mul) -> str:
+    step = step_of(function, leaf(1.0, 2.0), leaf(3.0, 4.0))
+    runs = [(v, captures.run_eager(step, v, 1)) for v in (step.values, [t + 1 for t in step.values])]
+    return captures.raw(step, runs, Strictness.CLOSE, capture)
+
+
+def test_a_capture_that_replays_right_captures() -> None:
+    assert outcome(faithful) == CAPTURES
+
+
+def test_a_capture_that_keeps_its_values_is_wrong_on_other_ones() -> None:
+    assert outcome(frozen).startswith(f"{WRONG}: on other values: result 0: values")
+
+
+def test_a_capture_that_writes_nothing_is_wrong_on_the_same_values() -> None:
+    assert outcome(nothing_written).startswith(f"{WRONG}: on the same values: result 0: values")
+
+
+def test_a_capture_that_raises_fails_with_its_first_line() -> None:
+    assert outcome(broken) == f"{FAILS}: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_a_constant_that_follows_values_is_wrong_on_other_ones() -> None:
+    said = outcome(faithful, lambda x, y: (x.sum().item(), x * y))
+    assert said.startswith(f"{WRONG}: on other values: result 3: 3.0, eager 5.0")
+
+
+def test_random_ops_are_compared_by_shape_and_others_by_value() -> None:
+    for function, expected in ((torch.bernoulli, Strictness.SHAPES), (torch.neg, Strictness.CLOSE)):
+        step = step_of(function, torch.full((64,), 0.5))
+        eager = captures.run_eager(step, step.values, 1)
+        assert captures.strictness_of(step, step.values, eager, True) is expected
+    assert captures.strictness_of(step, step.values, eager, False) is Strictness.SHAPES
+
+
+def test_inputs_that_overlap_themselves_are_filled_once() -> None:
+    static = torch.zeros(2, 1).expand(2, 3)
+    captures.refill([static], [torch.ones(2, 1).expand(2, 3)])
+    assert static.tolist() == [[1.0] * 3] * 2
+
+
+def test_memory_that_a_view_leaves_out_is_filled_too() -> None:
+    static, value = torch.zeros(4), torch.arange(4.0)
+    captures.refill([static[1:3]], [value[1:3]])
+    assert static.tolist() == value.tolist()
+
+
+def test_other_values_must_fit() -> None:
+    step = step_of(torch.mul, leaf(1.0, 2.0), leaf(3.0, 4.0))
+    fits = SampleInput(leaf(5.0, 6.0), args=(leaf(7.0, 8.0),))
+    assert [t.tolist() for t in captures.others(step, fits) or []] == [[5.0, 6.0], [7.0, 8.0]]
+    assert captures.others(step, SampleInput(leaf(5.0), args=(leaf(7.0),))) is None
+    assert captures.others(step, SampleInput(leaf(5.0, 6.0))) is None
+
+
+# -- verdicts and relations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x * 2, []),
+        (lambda x: torch.nonzero(x), ["data-dependent-shape"]),
+        (lambda x: x * float(x.sum()), ["host-sync"]),
+        (lambda x: x.to_sparse(), ["unsupported-layout"]),
+    ],
+    ids=["allowed", "shape", "host", "layout"],
+)
+def test_the_verdict_is_that_of_the_rules(function: Any, expected: list[str]) -> None:
+    def call(x: torch.Tensor) -> Any:
+        return function(x)
+
+    judged = captures.judge(step_of(call, torch.ones(2, 2)), call)
+    assert judged.ids == expected
+    assert bool(judged.observed) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("said", "ids", "expected"),
+    [
+        (CAPTURES, [], AGREE),
+        (CAPTURES, ["host-sync"], STRICTER),
+        (f"{WRONG}: x", [], LAXER),
+        (f"{FAILS}: x", [], LAXER),
+        (f"{WRONG}: x", ["host-sync"], AGREE),
+        (f"{captures.SKIPPED}: x", [], captures.SKIPPED),
+    ],
+)
+def test_relations(said: str, ids: list[str], expected: str) -> None:
+    assert captures.relation(said, ids) == expected
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def row(op: str, raw: str, ids: list[str], **more: Any) -> dict[str, Any]:
+    sample = {"sample": 0, "raw": raw, "ids": ids, "relation": captures.relation(raw, ids), **more}
+    return {"op": op, "dtype": "float32", "samples": [sample], "outcome": sample["relation"]}
+
+
+def test_a_difference_needs_a_reason_for_every_rule_and_laxity_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures_table, "RULES", {"a-rule": "as a whole"})
+    monkeypatch.setattr(captures_table, "OPS", {("op", "b-rule"): "here", ("lax", LAXER): "known"})
+    said = captures_table.reason
+    assert said("any", ["a-rule"], STRICTER, "cuda (x)") == "as a whole"
+    assert said("op", ["a-rule", "b-rule"], STRICTER, "cuda (x)") == "as a whole; here"
+    assert said("any", ["a-rule", "b-rule"], STRICTER, "cuda (x)") is None
+    assert said("any", ["b-rule"], STRICTER, "cpu (x)") == captures_table.CPU
+    assert said("lax", [], LAXER, "cuda (x)") == "known"
+    monkeypatch.setattr(captures_table, "ON_CPU", {"any": "traced"})
+    assert said("any", [], LAXER, "cpu (x)") == "traced" and said("any", [], LAXER, "cuda (x)") is None
+    assert said("other", [], LAXER, "cpu (x)") is None
+
+
+def test_what_has_no_reason_is_listed() -> None:
+    rows = [
+        row("fine", CAPTURES, []),
+        row("lax", f"{FAILS}: no", []),
+        row("strict", CAPTURES, ["host-sync"]),
+        row("known", CAPTURES, [], unsafe="aten.known.default"),
+        {"op": "gone", "dtype": "float32", "samples": [], "outcome": "crash", "reasons": {"died": 1}},
+        {"op": "absent", "dtype": "float32", "samples": [], "outcome": "skipped"},
+    ]
+    assert captures_table.unjustified(rows, "cuda") == [
+        "no result: gone: died",
+        "allowed, but torch would not capture aten.known.default: known",
+        "laxer: lax: fails: no; allowed",
+        "stricter: strict: captures; host-sync",
+    ]
+
+
+@pytest.mark.parametrize(("verdict", "relation"), [("host-sync, collective", AGREE), ("allowed", LAXER)])
+def test_a_process_that_dies_in_a_capture_is_a_failed_capture(verdict: str, relation: str) -> None:
+    said = f"the process died, exit code -11, at: sample 1: capture; verdict: {verdict}"
+    whole = captures_table.complete({"op": "x", "outcome": "crash", "reasons": {said: 1}})
+    (sample,) = whole["samples"]
+    assert sample["raw"] == "fails: the process died, exit code -11"
+    assert (sample["sample"], sample["relation"], whole["outcome"]) == (1, relation, relation)
+
+
+# -- processes and the command ----------------------------------------------------------------------------------------
+
+
+def sweep(device: str, folder: Path, *names: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+    results, page = folder / "rows.jsonl", folder / "page.md"
+    arguments = ["captures", "--device", device, "--only", *names, "--results", str(results), "--out", str(page)]
+    status = command_line.main(arguments)
+    return status, {r["op"]: r for r in captures_table.read(results)[1]}, page.read_text()
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command tells its processes is forgotten afterwards."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def test_the_command_lists_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows, page = sweep("cpu", tmp_path, "mul", "nonzero")
+    assert status == 0, capsys.readouterr().out
+    assert (rows["mul"]["outcome"], rows["nonzero"]["outcome"]) == (AGREE, STRICTER)
+    assert all(sample["backward"] for sample in rows["mul"]["samples"])
+    assert "data-dependent-shape" in page and captures_table.CPU in page
+    assert "2 ops, 0 differences without a reason" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_failed_capture_ends_its_process_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows, _ = sweep("cuda", tmp_path, "nonzero", "bernoulli", "mul")
+    assert status == 0
+    assert "import everything themselves" not in capsys.readouterr().err  # the forks' parent has left CUDA alone
+    assert rows["nonzero"]["samples"][0]["raw"].startswith(FAILS) and rows["nonzero"]["retire"]
+    assert [rows[name]["samples"][0]["raw"] for name in ("bernoulli", "mul")] == [CAPTURES] * 2
+
+
+def note_process(case: Case, report: Any, *, retire: str) -> dict[str, Any]:
+    return {"case": case.key, "op": case.op, "process": os.getpid(), "retire": case.op == retire}
+
+
+def nothing_to_prepare() -> None:
+    """A worker that needs nothing."""
+
+
+def test_a_row_that_says_so_ends_its_process() -> None:
+    cases = [Case(name, "float32") for name in "abc"]
+    runner = functools.partial(note_process, retire="b")
+    rows = workers.run(
+        cases, runner, nothing_to_prepare, jobs=1, timeout=60, row_of=dict, preload=command_line.PRELOAD
+    )  # forks of the process that the command above has started
+    a, b, c = (row["process"] for row in rows)
+    assert a == b != c
