@@ -150,7 +150,7 @@ class Program:
                 run = verifying.verified if capture.replays < self.options.verify else replay.run
                 outputs = run(self, capture, slot, tensors)
                 if self._grad_mode_after is not None:
-                    torch._C._set_grad_enabled(self._grad_mode_after)
+                    torch.set_grad_enabled(self._grad_mode_after)
                 return outputs
         except RunEagerly as error:
             reason = str(error)

@@ -27,6 +27,7 @@ from passes.facts import value_of
 
 from . import weight_casts
 from ._torch_compat import aot, dynamo
+from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from .errors import FxgraphError, TraceError, add_note
 
 
@@ -297,7 +298,7 @@ def lift_attributes(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
 
 
 def _grad_switches(graph: fx.GraphModule) -> list[bool]:
-    nodes = graph.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    nodes = graph.graph.find_nodes(op="call_function", target=SWITCH_GRAD_MODE)
     return [bool(node.args[0]) for node in nodes]
 
 

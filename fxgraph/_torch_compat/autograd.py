@@ -23,6 +23,10 @@ def plain_apply(node: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+SWITCH_GRAD_MODE = torch._C._set_grad_enabled
+"""What Dynamo puts into a graph for ``torch.no_grad()`` and its like."""
+
+
 def forward_ad_level() -> int:
     """The level of forward-mode differentiation that is on; -1 if none is."""
     return forward_ad._current_level
