@@ -46,7 +46,7 @@ LINES: dict[str, tuple[str, ...]] = {
         *("{a}.t()", "{a}.reshape(-1)", "{a}.view(-1)", "{a}.view({a}.shape)", "{a}[0]", "{a}[:1]", "{a}[:]"),
         *("{a}[..., 1:]", "{a}.unsqueeze(0)", "{a}.squeeze()", "{a}.transpose(0, -1)", "{a}.expand(2, *{a}.shape)"),
         *("{a}.expand({a}.shape)", "{a}.detach()", "{a}.split(1)[0]", "{a}.split(1)[-1]", "{a}.unbind(0)[0]"),
-        *("{a}.permute(*range({a}.dim()))", "aten.alias({a})", "aten._unsafe_view({a}, {a}.shape)", "{a}.diagonal()"),
+        *("{a}.permute(tuple(range({a}.dim())))", "aten.alias({a})", "aten._unsafe_view({a}, {a}.shape)", "{a}.diagonal()"),
     ),
     "copies": (
         *("{a}.clone()", "{a}.contiguous()", "{a}.contiguous(memory_format=torch.channels_last)", "{a}.double()"),
@@ -145,11 +145,13 @@ def programs(
     write_back: bool = False,
     choices: tuple[str, ...] = INPUTS,
     breaks: bool = False,
+    without: tuple[str, ...] = (),
 ) -> Program:
     """Random programs, whose lines are of the given kinds; every sixth line or so repeats an earlier one.
 
     With ``write_back`` they end with copies into inputs, as a program in functional form does. Inputs are out of
-    ``choices``. With ``breaks``, one line or two are out of `BREAKS` (none where none fits).
+    ``choices``. With ``breaks``, one line or two are out of `BREAKS` (none where none fits). No other line
+    is of a template in ``without``.
     """
     inputs = tuple(draw(st.lists(st.sampled_from(choices), min_size=1, max_size=3)))
     scope: dict[str, Any] = {"torch": torch, "aten": aten}
@@ -167,7 +169,8 @@ def programs(
         elif lines and draw(st.integers(0, 5)) == 0:
             line = draw(st.sampled_from(lines))
         else:
-            template = draw(st.sampled_from(LINES[draw(st.sampled_from(kinds))]))
+            templates = LINES[draw(st.sampled_from(kinds))]
+            template = draw(st.sampled_from([one for one in templates if one not in without]))
             line = template.format(a=draw(st.sampled_from(names)), b=draw(st.sampled_from(names)))
         try:
             value = eval(line, scope)

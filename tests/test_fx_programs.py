@@ -63,6 +63,15 @@ class Case:
         return result
 
 
+UNLIKE_EAGER = ("aten._unsafe_view({a}, {a}.shape)",)
+"""Its schema says that it gives new memory, which tracing relies on; in eager it is a view."""
+
+
+def drawn(**more: Any) -> st.SearchStrategy[Program]:
+    """Programs for these tests."""
+    return programs(without=UNLIKE_EAGER, **more)
+
+
 def cases(chosen: st.SearchStrategy[Program], *forms: str) -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
@@ -96,10 +105,11 @@ def observe(case: Case, call: Callable[..., Any], backward: bool = True) -> dict
     for other_values in (True, False):
         arguments = case.arguments(other_values)
         given = arguments if case.leaves else [one * 1 if one.requires_grad else one for one in arguments]
+        versions = [one._version for one in given]
         leaves, spec = pytree.tree_flatten(call(*given))
-        runs.append((arguments, given, leaves, spec))
+        runs.append((arguments, given, leaves, spec, versions))
     seen: dict[str, Any] = {"random numbers": bytes(torch.get_rng_state().tolist())}
-    for i, (arguments, given, leaves, spec) in enumerate(runs):
+    for i, (arguments, given, leaves, spec, _) in enumerate(runs):
         everything = [*leaves, *given]
         tensors = [one for one in everything if isinstance(one, torch.Tensor)]
         storages = [one.untyped_storage()._cdata for one in tensors]
@@ -110,8 +120,14 @@ def observe(case: Case, call: Callable[..., Any], backward: bool = True) -> dict
         seen[f"memory, call {i}"] = [storages.index(one) for one in storages]
     if not backward:
         return seen
-    for i, (arguments, given, leaves, _) in enumerate(runs):
-        learnt = [one for one in [*leaves, *given] if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    for i, (arguments, given, leaves, _, versions) in enumerate(runs):
+        # Not an input that is as it was: its own tangent would be a gradient from outside of the node, and three
+        # gradients are added up in another order than in eager.
+        same = {id(one) for one, before in zip(given, versions, strict=True) if one._version == before}
+        candidates = {
+            id(one): one for one in [*leaves, *given] if isinstance(one, torch.Tensor) and id(one) not in same
+        }
+        learnt = [one for one in candidates.values() if one.grad_fn is not None]
         tangents = [torch.linspace(0.5, 1.5, one.numel(), dtype=one.dtype).view(one.shape) for one in learnt]
         if learnt:
             torch.autograd.backward(learnt, tangents)
@@ -122,7 +138,9 @@ def observe(case: Case, call: Callable[..., Any], backward: bool = True) -> dict
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Names of what differs, with both."""
-    return [f"{name}: {found[name]!r}, in eager {expected[name]!r}" for name in expected if found[name] != expected[name]]
+    return [
+        f"{name}: {found[name]!r}, in eager {expected[name]!r}" for name in expected if found[name] != expected[name]
+    ]
 
 
 def run(case: Case) -> str:
@@ -167,18 +185,18 @@ def run(case: Case) -> str:
         return "captured" if not counts.eager_calls else "eager" if not counts.replays else "captured in parts"
 
 
-@given(case=cases(programs(), "make_fx", "symbolic_trace"))
+@given(case=cases(drawn(), "make_fx", "symbolic_trace"))
 def test_a_graph_module_is_eagers_or_refused(case: Case) -> None:
     event(run(case))
 
 
-@given(case=cases(programs(choices=FLOAT_INPUTS), "make_fx", "function"))
+@given(case=cases(drawn(choices=FLOAT_INPUTS), "make_fx", "function"))
 def test_gradients_are_eagers_or_refused(case: Case) -> None:
     case = dataclasses.replace(case, grad=(True, *case.grad[1:]))
     event(run(case))
 
 
-@given(case=cases(programs(choices=FLOAT_INPUTS, breaks=True, max_lines=7), "function", "symbolic_trace"))
+@given(case=cases(drawn(choices=FLOAT_INPUTS, breaks=True, max_lines=7), "function", "symbolic_trace"))
 def test_what_depends_on_data_is_eagers_or_refused(case: Case) -> None:
     event(run(case))
 
