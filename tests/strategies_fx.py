@@ -46,7 +46,8 @@ LINES: dict[str, tuple[str, ...]] = {
         *("{a}.t()", "{a}.reshape(-1)", "{a}.view(-1)", "{a}.view({a}.shape)", "{a}[0]", "{a}[:1]", "{a}[:]"),
         *("{a}[..., 1:]", "{a}.unsqueeze(0)", "{a}.squeeze()", "{a}.transpose(0, -1)", "{a}.expand(2, *{a}.shape)"),
         *("{a}.expand({a}.shape)", "{a}.detach()", "{a}.split(1)[0]", "{a}.split(1)[-1]", "{a}.unbind(0)[0]"),
-        *("{a}.permute(tuple(range({a}.dim())))", "aten.alias({a})", "aten._unsafe_view({a}, {a}.shape)", "{a}.diagonal()"),
+        *("{a}.permute(tuple(range({a}.dim())))", "aten.alias({a})", "{a}.diagonal()"),
+        "aten._unsafe_view({a}, {a}.shape)",
     ),
     "copies": (
         *("{a}.clone()", "{a}.contiguous()", "{a}.contiguous(memory_format=torch.channels_last)", "{a}.double()"),

@@ -109,7 +109,7 @@ def observe(case: Case, call: Callable[..., Any], backward: bool = True) -> dict
         leaves, spec = pytree.tree_flatten(call(*given))
         runs.append((arguments, given, leaves, spec, versions))
     seen: dict[str, Any] = {"random numbers": bytes(torch.get_rng_state().tolist())}
-    for i, (arguments, given, leaves, spec, _) in enumerate(runs):
+    for i, (_, given, leaves, spec, _) in enumerate(runs):
         everything = [*leaves, *given]
         tensors = [one for one in everything if isinstance(one, torch.Tensor)]
         storages = [one.untyped_storage()._cdata for one in tensors]
