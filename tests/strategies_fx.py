@@ -46,7 +46,8 @@ LINES: dict[str, tuple[str, ...]] = {
         *("{a}.t()", "{a}.reshape(-1)", "{a}.view(-1)", "{a}.view({a}.shape)", "{a}[0]", "{a}[:1]", "{a}[:]"),
         *("{a}[..., 1:]", "{a}.unsqueeze(0)", "{a}.squeeze()", "{a}.transpose(0, -1)", "{a}.expand(2, *{a}.shape)"),
         *("{a}.expand({a}.shape)", "{a}.detach()", "{a}.split(1)[0]", "{a}.split(1)[-1]", "{a}.unbind(0)[0]"),
-        *("{a}.permute(*range({a}.dim()))", "aten.alias({a})", "aten._unsafe_view({a}, {a}.shape)", "{a}.diagonal()"),
+        *("{a}.permute(tuple(range({a}.dim())))", "aten.alias({a})", "{a}.diagonal()"),
+        "aten._unsafe_view({a}, {a}.shape)",
     ),
     "copies": (
         *("{a}.clone()", "{a}.contiguous()", "{a}.contiguous(memory_format=torch.channels_last)", "{a}.double()"),
@@ -72,6 +73,13 @@ LINES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """What a line may compute, by kind; ``{a}`` and ``{b}`` stand for earlier values."""
+
+BREAKS = (
+    *("{b} * {a}[{a} > 0].sum()", "{b} + {a}.nonzero().sum()", "{b} * {a}.sum().item()", "{a}[{a} > 0]"),
+    *("{b} + torch.bincount({a}.abs().long().reshape(-1)).amax()", "{b} * float({a}.amax())"),
+    "torch.masked_select({a}, {a} > 0) * 2",
+)
+"""Lines whose values or sizes depend on data: no graph holds them."""
 
 OUTPUTS = ("({})", "[{}]", "({{'all': [{}], 'rest': (None, 3)}},)")
 """How what is returned is nested; filled with ``a, b, ``."""
@@ -126,24 +134,44 @@ class Program:
 KINDS = tuple(LINES)
 
 
+FLOAT_INPUTS = tuple(one for one in INPUTS if "tensor([" not in one)
+"""Those inputs that can require grad."""
+
+
 @st.composite
-def programs(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_lines: int = 9, write_back: bool = False) -> Program:
+def programs(
+    draw: st.DrawFn,
+    kinds: tuple[str, ...] = KINDS,
+    max_lines: int = 9,
+    write_back: bool = False,
+    choices: tuple[str, ...] = INPUTS,
+    breaks: bool = False,
+    without: tuple[str, ...] = (),
+) -> Program:
     """Random programs, whose lines are of the given kinds; every sixth line or so repeats an earlier one.
 
-    With ``write_back`` they end with copies into inputs, as a program in functional form does.
+    With ``write_back`` they end with copies into inputs, as a program in functional form does. Inputs are out of
+    ``choices``. With ``breaks``, one line or two are out of `BREAKS` (none where none fits). No other line
+    is of a template in ``without``.
     """
-    inputs = tuple(draw(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=3)))
+    inputs = tuple(draw(st.lists(st.sampled_from(choices), min_size=1, max_size=3)))
     scope: dict[str, Any] = {"torch": torch, "aten": aten}
     names = [f"x{index}" for index in range(len(inputs))]
     for name, expression in zip(names, inputs, strict=True):
         scope[name] = eval(expression, {"torch": torch})
     lines: list[str] = []
     torch.manual_seed(0)
-    for _ in range(draw(st.integers(1, max_lines))):
-        if lines and draw(st.integers(0, 5)) == 0:
+    count = draw(st.integers(1, max_lines))
+    broken = draw(st.sets(st.integers(0, count), min_size=1, max_size=2)) if breaks else set()
+    for place in range(count + bool(breaks)):
+        if place in broken:
+            template = draw(st.sampled_from(BREAKS))
+            line = template.format(a=draw(st.sampled_from(names)), b=draw(st.sampled_from(names)))
+        elif lines and draw(st.integers(0, 5)) == 0:
             line = draw(st.sampled_from(lines))
         else:
-            template = draw(st.sampled_from(LINES[draw(st.sampled_from(kinds))]))
+            templates = LINES[draw(st.sampled_from(kinds))]
+            template = draw(st.sampled_from([one for one in templates if one not in without]))
             line = template.format(a=draw(st.sampled_from(names)), b=draw(st.sampled_from(names)))
         try:
             value = eval(line, scope)
