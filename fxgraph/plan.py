@@ -319,7 +319,7 @@ def drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
     """
 
     def needed(node: fx.Node) -> bool:
-        return bool(node.is_impure()) and node.name not in drawn
+        return node.op == "placeholder" or (bool(node.is_impure()) and node.name not in drawn)
 
     backward.graph.eliminate_dead_code(is_impure_node=needed)
     again = [node.name for node in random_nodes(backward) if node.name in drawn]

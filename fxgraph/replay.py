@@ -230,9 +230,9 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
     handed: list[torch.Tensor] = []
     for k, out in enumerate(plan.handed):
         buffer, root = slot.outputs[out.position], slot.roots[k]
-        if root != k:  # made from its root by `_share`, where autograd may see it
-            handed.append(buffer)
-        elif k not in copied:
+        if root in copied and root != k:
+            handed.append(_tensor_in(handed[root].untyped_storage(), buffer))
+        elif root not in copied:
             handed.append(_tensor_in(buffer.untyped_storage(), buffer) if inference else buffer.detach())
         elif slot.roots.count(k) > 1:
             handed.append(_tensor_in(buffer.untyped_storage().clone(), buffer))

@@ -17,7 +17,7 @@ from passes.facts import where_of
 
 from ._torch_compat.autograd import kernels_only
 from .errors import VerifyError
-from .replay import Call, Runner, node_outputs, run
+from .replay import Call, Runner, copy_of, node_outputs, run
 from .slots import Capture, Slot
 from .trace import first_line, output_args
 
@@ -39,17 +39,19 @@ class Twin:
 
     def __init__(self, capture: Capture, inputs: tuple[torch.Tensor, ...]) -> None:
         self.capture = capture
-        self._values = [tensor.detach().clone() for tensor in inputs]
+        self._values = [copy_of(tensor.detach()) for tensor in inputs]
         self._random_state = capture.engine.random_state(capture.device)
         written = {index for index, _ in capture.plan.updates}
         self._bases: list[torch.Tensor] = []
         self.inputs: list[torch.Tensor] = []
         for i, (tensor, value) in enumerate(zip(inputs, self._values, strict=True)):
-            base = value.clone().requires_grad_(tensor.requires_grad)
+            base = copy_of(value).requires_grad_(tensor.requires_grad)
             self._bases.append(base)
-            # A leaf stays one, for autocast keeps its casts; what is changed in place must not be one.
-            leaf = tensor.is_leaf and i not in written
-            self.inputs.append(base if leaf or not tensor.requires_grad else base.clone())
+            # A leaf stays one, for autocast keeps its casts. What is changed in place must be neither one nor its view.
+            if tensor.requires_grad and i in written:
+                self.inputs.append(base.clone())
+            else:
+                self.inputs.append(base if tensor.is_leaf or not tensor.requires_grad else base.view_as(base))
         self.outputs: tuple[Any, ...] = ()
 
     def check_forward(self, slot: Slot, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> None:
@@ -123,7 +125,7 @@ class Twin:
 
     def _first_op(self, slot: Slot) -> str:
         plan, engine = self.capture.plan, self.capture.engine
-        values = [value.clone() for value in self._values]
+        values = [copy_of(value) for value in self._values]
         with kernels_only(), engine.from_random_state(self.capture.device, self._random_state):
             return _first_difference(plan.forward, values, slot.outputs)
 
@@ -136,7 +138,7 @@ class Twin:
         given = call.slot.backward_inputs()
         given = [*given[: -len(plan.tangents)], *[tangents[k] for k in plan.tangents]]  # type: ignore[list-item]
         with kernels_only():
-            return _first_difference(plan.backward, [tensor.clone() for tensor in given], gradients)
+            return _first_difference(plan.backward, [copy_of(tensor) for tensor in given], gradients)
 
 
 _HINT = "this is a fault of fxgraph: please report it with the callable; fxgraph.ungraph(callable) runs eagerly"

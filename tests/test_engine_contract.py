@@ -752,7 +752,7 @@ def test_a_loss_whose_out_form_is_another_op(reduction: str, weighted: bool, dev
     def loss(*inputs: torch.Tensor) -> tuple[torch.Tensor]:
         return (torch.nn.functional.binary_cross_entropy(*inputs, reduction=reduction),)
 
-    region = engine.capture(engine.new_pool(torch.device(device)), loss, [x, t, *weight], 0)
+    region = engine.capture(engine.new_pool(x.device), loss, [x, t, *weight], 0)
     for _ in range(2):
         x.uniform_(0.1, 0.9)
         region.replay()

@@ -275,3 +275,35 @@ def test_an_op_that_fails_leaves_no_error_in_the_log(device: str, caplog: pytest
     with pytest.raises(fxgraph.TraceError):
         graphed(torch.randn(2, 7, device=device))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_two_outputs_in_one_memory_stay_in_one_when_results_are_held(grad: bool, device: str) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        v = x * 2
+        return v.contiguous(), v
+
+    x = torch.randn(3, device=device, requires_grad=grad)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    for held in [graphed(x) for _ in range(4)]:
+        one, other = held
+        assert torch.equal(one, x * 2)
+        with torch.no_grad():
+            one.add_(1)
+        assert torch.equal(other, x * 2 + 1)
+
+
+def test_a_random_op_whose_result_nobody_uses(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        v = (x * 2).normal_()
+        torch.dropout(v, 0.5, True)
+        return v
+
+    x = torch.randn(3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    results = []
+    for each in (function, graphed):
+        torch.manual_seed(0)
+        out = each(x)
+        results.append((out.detach(), torch.autograd.grad(out.sum(), x)[0], torch.rand(1, device=device)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

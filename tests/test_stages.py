@@ -70,7 +70,7 @@ def by_branch(h: torch.Tensor) -> torch.Tensor:
     return h * 2 if h.sum() > 0 else h * 3
 
 
-@torch.library.custom_op("fxgraph_tests::on_the_host", mutates_args=())
+@torch.library.custom_op("fxgraph_tests::on_the_host", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def on_the_host(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(x.detach().cpu().numpy() * 2).to(x.device)
 
@@ -142,8 +142,9 @@ def test_models_with_uncapturable_middles_train_as_in_eager(name: str, entry: st
 def test_a_custom_op_on_the_host(device: str) -> None:
     eager = Around(lambda h: on_the_host(h)).to(device)  # the op itself cannot be copied
     graphed = copy.deepcopy(eager)
-    graphed = fxgraph.make_graphed_callables(graphed, (torch.randn(6, 8, device=device),))
+    graphed = fxgraph.make_graphed_callables(graphed, (torch.randn(6, 8, device=device, requires_grad=True),))
     torch.testing.assert_close(train(graphed, device, 3), train(eager, device, 3), rtol=0, atol=0)
+    assert len(fxgraph.stats(graphed).captures) == 2
 
 
 @pytest.mark.parametrize("choice", ["eager", "error"])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._dynamo.utils import clear_torch_function_mode_stack, set_torch_function_mode_stack
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors, schemas
 from torch._functorch._aot_autograd.functional_utils import gen_alias_from_base
@@ -80,6 +80,16 @@ def eager_kernels() -> Iterator[None]:
 UNDECLARED_WRITES = {torch.ops.aten.cudnn_batch_norm.default: ((3, 4), 5)}
 
 
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    modes = torch.overrides._get_current_function_mode_stack()
+    clear_torch_function_mode_stack()
+    try:
+        yield
+    finally:
+        set_torch_function_mode_stack(modes)
+
+
 def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, Any]:
     """Joint forward/backward aten graph of a torch-level graph on these inputs, and its ``ViewAndMutationMeta``.
 
@@ -88,7 +98,7 @@ def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[
     """
     with (
         tracing(),
-        torch_function_mode_stack_state_mgr,  # modes have had their say when the torch-level graph was made
+        _without_function_modes(),  # they have had their say when the torch-level graph was made
         contextlib.ExitStack() as stack,
         eager_kernels(),
         functorch_config.patch(functionalize_rng_ops=False),

@@ -81,7 +81,7 @@ class Reading:
             _tracing(backend_input),
             strict(),
             _unmeasured(),
-            torch_function_mode_stack_state_mgr.temp_restore_stack(),  # which is guarded too
+            _modes_restored(),  # which are guarded too
         ):
             manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
         self.check: Callable[[dict[str, Any]], bool] = manager.check
@@ -159,7 +159,7 @@ def read(
         strict(**config),
         get_metrics_context(),
         dynamo_timed("fxgraph_read"),
-        torch_function_mode_stack_state_mgr,
+        _modes_cleared(),
         _quiet_backends(),
         _undecomposed(),
     ):
@@ -174,6 +174,19 @@ def read(
         if capture.backend_input is not None:
             refuse_miscompiled(capture.backend_input.graph_module)
         return Reading(plain, capture)
+
+
+# Dynamo reads with the function modes (torch.set_default_device is one) taken off, and finds them in a manager. From
+# torch 2.12 on its callers enter that manager, before it does so itself; entered twice it forgets them.
+_ENTERS_ITSELF = TorchVersion(torch.__version__) < "2.12"
+
+
+def _modes_cleared() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if _ENTERS_ITSELF else torch_function_mode_stack_state_mgr
+
+
+def _modes_restored() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if _ENTERS_ITSELF else torch_function_mode_stack_state_mgr.temp_restore_stack()
 
 
 @contextlib.contextmanager

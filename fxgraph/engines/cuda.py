@@ -39,7 +39,7 @@ class CudaPool(Pool):
     """
 
     def __init__(self, device: torch.device, handle: object = None) -> None:
-        self.device = device
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(device)
         self.last: torch.cuda.Stream | None = None
         self.regions: weakref.WeakSet[CudaRegion] = weakref.WeakSet()
