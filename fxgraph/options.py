@@ -20,7 +20,7 @@ class Options:
         kernels: ``aten`` runs the kernels that eager would run.
         grads: ``autograd`` makes parameters inputs of the autograd node, so that all of autograd works.
         on_new_signature: what a call does whose signature matches no capture.
-        max_captures: captures kept per callable; past it the least recently used one is released.
+        max_captures: captures kept per traced callable and set of parameters; past it the least recently used goes.
         max_in_flight: forwards that may be outstanding before their backward; past it, eager with one warning.
         on_uncapturable: what happens to a callable with a part that no CUDA graph can hold. ``split`` captures what is
             around it, ``eager`` runs the callable eagerly, ``error`` raises :class:`~fxgraph.errors.UncapturableError`.

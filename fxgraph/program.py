@@ -269,10 +269,23 @@ class Program:
             self.eager_keys[key] = str(error)
             raise
         self.captures[key] = capture
-        while len(self.captures) > self.options.max_captures:
-            self.captures.popitem(last=False)[1].release()
-            self.pools.trim()
+        self._keep_few()
         return capture
+
+    def _keep_few(self) -> None:
+        """Give up captures past ``max_captures``: those whose parameters are gone first, then the least recently used.
+
+        The count is per set of parameters: ``torch.compile`` uses one graph for all instances of a module's class, each
+        of which is a callable of its own.
+        """
+        while True:
+            stale = [key for key, capture in self.captures.items() if not capture.lives()]
+            sets = {capture.addresses for key, capture in self.captures.items() if key not in stale}
+            if len(self.captures) <= self.options.max_captures * max(1, len(sets)):
+                return
+            key = stale[0] if stale else next(iter(self.captures))
+            self.captures.pop(key).release()
+            self.pools.trim()
 
     def _key_of(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self._guarded:
@@ -350,7 +363,10 @@ class Program:
         device = tensors[0].device  # there is but one: the rules have been judged
         engine = engines.get(engines.name_for(self.options.engine, [device]))
         pool = self.pools.get(engine, device)
-        return Capture(graph, planned, engine, device, pool, self.options.num_warmup_iters, self.options.max_in_flight)
+        live = [value for spec, value in zip(specs, tensors, strict=True) if spec.live]
+        return Capture(
+            graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
+        )
 
     def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
         report = passes.check(graph, rules)

@@ -23,6 +23,7 @@ MAX_LAYOUTS of them a slot copies into what it has: equal to eager up to roundin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -208,6 +209,7 @@ class Capture:
         plan: Plan,
         engine: Engine,
         device: torch.device,
+        live: Sequence[torch.Tensor],
         pool: Pool,
         num_warmup_iters: int,
         max_in_flight: int,
@@ -215,11 +217,21 @@ class Capture:
         self.graph = graph  # torch-level, with the plan's inputs: what runs where no replay can
         self.plan, self.engine, self.device, self.pool = plan, engine, device, pool
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
+        self.addresses = tuple(tensor.data_ptr() for tensor in live)
+        self._live = [weakref.ref(tensor) for tensor in live]
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
         self.replays = 0
         self.written: WrittenMemory | None = None
         self.failures = 0  # captures of a slot that the engine could not make
+
+    def lives(self) -> bool:
+        """Whether the parameters and buffers that it was captured on are still where they were."""
+        tensors = [ref() for ref in self._live]
+        return all(
+            tensor is not None and tensor.data_ptr() == address
+            for tensor, address in zip(tensors, self.addresses, strict=True)
+        )
 
     def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
         """Capture one more slot on these inputs."""

@@ -325,3 +325,24 @@ def test_a_hook_registered_later_on_an_inner_module_runs(device: str) -> None:
     model.inner.weight.requires_grad_(False)
     compiled(x).sum().backward()
     assert model.inner.weight.grad is None
+
+
+def test_many_instances_of_one_class_are_captured_once_each(device: str) -> None:
+    blocks = [torch.compile(nn.Linear(4, 4).to(device), backend="graphed") for _ in range(12)]
+    counts = []
+    for _ in range(3):
+        hidden = torch.randn(2, 4, device=device, requires_grad=True)
+        for block in blocks:
+            hidden = block(hidden)
+        hidden.sum().backward()
+        counts.append(sum(len(program.captures) for program in fxgraph.program.ALIVE))
+    assert counts[0] == counts[-1] >= 12
+
+
+def test_captures_of_parameters_that_are_gone_go_first(device: str) -> None:
+    module = nn.Linear(4, 4).to(device)
+    graphed = fxgraph.make_graphed_callables(module, (torch.randn(2, 4, device=device),), options={"max_captures": 2})
+    for _ in range(5):
+        module.weight.data = module.weight.data.clone()
+        graphed(torch.randn(2, 4, device=device))
+        assert len(fxgraph.stats(graphed).captures) <= 2
