@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,14 @@ from fxgraph import engines, graphed, plan, program, replay, slots, trace, weigh
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, Plant] = {}
+
+# Found after thousands of steps rather than hundreds: with the profile "soak" only (FXGRAPH_HYPOTHESIS_PROFILE=soak).
+RARE = {
+    "a slot is used while its backward is to come",
+    "inputs are copied once only",
+    "an output without a gradient counts as one of zeros",
+    "weights are cast at every use",
+}
 
 
 def fault(plant: Plant) -> Plant:
@@ -144,6 +153,9 @@ class Found(BaseException):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FAULTS, ids=lambda name: name.replace(" ", "-"))
 def test_the_machine_finds(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in RARE and os.environ.get("FXGRAPH_HYPOTHESIS_PROFILE") != "soak":
+        pytest.skip("takes thousands of steps: run with FXGRAPH_HYPOTHESIS_PROFILE=soak")
+
     class Faulty(Machine):
         @contextlib.contextmanager
         def _noticed(self, twins: Any) -> Iterator[None]:
