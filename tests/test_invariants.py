@@ -1502,11 +1502,14 @@ def test_i7_random_draws_in_between_and_forked_generators(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "TransformerEncoderLayer", "MultiheadAttention"])
-def test_i7_layers_that_drop_inside(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i7_layers_that_drop_inside(name: str, device: str) -> None:
     # cuDNN's recurrent layers drop by a state of their own, drawn once per process and advanced by each call: in eager
     # too, no seed brings the same numbers back.
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", name not in ("LSTM", "GRU"))
+    with torch.backends.cudnn.flags(enabled=name not in ("LSTM", "GRU")):
+        _layers_that_drop_inside(name, device)
 
+
+def _layers_that_drop_inside(name: str, device: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
