@@ -37,7 +37,7 @@ PARTS = [
     ("signature: capture look-up (rest)", "fxgraph.program", "Program._capture_for"),
     ("signature: key", "fxgraph.program", "Program._key_of"),
     ("slot search (rest)", "fxgraph.program", "Program._slot_for"),
-    ("slot search: shared memory", "fxgraph.program", "Program._writes_shared"),
+    ("slot search: shared memory", "fxgraph.program", "Program._refuse_shared_writes"),
     ("slot search: free slot", "fxgraph.slots", "Capture.acquire"),
     ("outputs put together", "fxgraph.replay", "run"),
     ("autograd node: apply", "fxgraph.replay", "_Node.apply"),

@@ -267,7 +267,7 @@ def _blocks(count: int, width: int, heads: int) -> list[Block]:
 
 def _resnet() -> Task:
     images = tuple((torch.randn(8, 3, 224, 224).to(memory_format=torch.channels_last),) for _ in range(4))
-    network = resnet18().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = resnet18().to(memory_format=torch.channels_last)
     return Task((network,), images, autocast=torch.bfloat16)
 
 

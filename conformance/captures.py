@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import passes
 from fxgraph import engines, trace
+from fxgraph._torch_compat.dynamo import DATA_IN_GRAPH
 from fxgraph._torch_compat.tracing import tracing
 from fxgraph.engines.base import exclusive
 from fxgraph.errors import TraceError
@@ -191,7 +192,7 @@ def capture_cuda(step: Step, statics: Sequence[torch.Tensor]) -> Captured:
             except Exception as error:  # the end of the capture raises, too: only that it was invalidated
                 first = error
                 raise
-    except Exception:
+    except Exception:  # goes on as it is, or as the error that came before it
         if first is not None:
             raise first from None
         raise
@@ -301,7 +302,7 @@ def raw(
             gap = Eager(tuple(outputs), constants).difference(expected, strictness)
             if gap is not None:
                 return f"{WRONG}: on {'other' if number else 'the same'} values: {gap}"
-    except Exception as error:
+    except Exception as error:  # whatever the device raises is the outcome
         return f"{FAILS}: {describe(error)}"
     return CAPTURES
 
@@ -347,7 +348,7 @@ def judge(step: Step, function: Callable[..., Any]) -> Judged:
     report = passes.Report()
     args, kwargs = step.arguments(step.leaves_of(copies(step.values)))
     try:
-        read = trace.read(function, args, kwargs, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)  # type: ignore[arg-type]
+        read = trace.read(function, args, kwargs, **DATA_IN_GRAPH)
         if read.graph is not None:
             report += passes.check(read.graph, trace.TORCH_LEVEL)
     except TraceError as error:
@@ -393,7 +394,7 @@ def run_sample(op: Any, sample: Any, fresh: Any, device: str, report: Callable[[
     report("eager")
     try:
         step, expected = _runnable(function, sample)
-    except Exception as error:
+    except Exception as error:  # eager's own: nothing to compare with
         return {"raw": f"{SKIPPED}: {describe(error)}", "ids": [], "relation": SKIPPED}
     runs = [(step.values, expected)]
     values = others(step, fresh)
@@ -401,7 +402,7 @@ def run_sample(op: Any, sample: Any, fresh: Any, device: str, report: Callable[[
     if values is not None:
         try:
             runs.append((values, run_eager(step, values, 1)))
-        except Exception as error:
+        except Exception as error:  # eager's own, on values of the other seed
             notes.append(f"no other values: {describe(error)}"[:200])
     elif step.values:
         notes.append("no other values of the same shapes")
@@ -430,7 +431,7 @@ def _runnable(function: Callable[..., Any], sample: Any) -> tuple[Step, Eager]:
     step = Step(function, sample, backward=True)
     try:
         return step, run_eager(step, step.values, 1)
-    except Exception:
+    except Exception:  # eager's own: tried without the backward, else raised again
         if not step.differentiates:
             raise
     step = Step(function, sample, backward=False)

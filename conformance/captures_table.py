@@ -30,7 +30,7 @@ ON_CPU: dict[str, str] = {
 CPU = "the CPU engine runs on the host, which reads values as it likes"
 """Why every rule may be stricter than it."""
 
-Difference = tuple[Row, dict[str, object]]
+Difference = tuple[Row, Row]
 """A row and one of its samples."""
 
 
@@ -86,7 +86,7 @@ def unjustified(rows: Sequence[Row], device: str) -> list[str]:
     lines += [f"allowed, but torch would not capture {op}: {row}" for row, _, op in against_torch(rows)]
     for relation in (LAXER, STRICTER):
         for row, sample in differences(rows, relation):
-            if reason(row["op"], sample["ids"], relation, device) is None:  # type: ignore[arg-type]
+            if reason(row["op"], sample["ids"], relation, device) is None:
                 lines.append(f"{relation}: {row['op']}: {sample['raw']}; {_verdict(sample)}")
     return lines
 
@@ -111,8 +111,8 @@ def said(row: Row) -> str:
     return "; ".join(row.get("reasons", {}))
 
 
-def _verdict(sample: dict[str, object]) -> str:
-    return ", ".join(sample["ids"]) or "allowed"  # type: ignore[call-overload, no-any-return]
+def _verdict(sample: Row) -> str:
+    return ", ".join(sample["ids"]) or "allowed"
 
 
 def read(path: Path) -> tuple[Row, list[Row]]:
@@ -169,8 +169,8 @@ def _counts(rows: Sequence[Row]) -> str:
 def _differences(found: Sequence[Difference], relation: str, device: str) -> str:
     body = []
     for row, sample in found:
-        ids: list[str] = sample["ids"]  # type: ignore[assignment]
+        ids: list[str] = sample["ids"]
         why = reason(row["op"], ids, relation, device) or "**unjustified**"
-        told = sample["raw"] if relation == LAXER else "; ".join([_verdict(sample), *sample.get("observed", [])])  # type: ignore[misc]
+        told = sample["raw"] if relation == LAXER else "; ".join([_verdict(sample), *sample.get("observed", [])])
         body.append((row["op"], row["dtype"], sample["sample"], cell(str(told)), why))
     return table(body, ["op", "dtype", "sample", "capture" if relation == LAXER else "rule and what it saw", "reason"])

@@ -168,7 +168,7 @@ def run(case: Case, device: str, timing: int, entry: Entry | None = None, report
         with _peak(device, row, "eager_peak_mib"):
             expected = dict(reference.train())
         again = dict(training(copy.deepcopy(module)).train())
-    except Exception as error:
+    except Exception as error:  # eager's own: nothing to compare with
         return {**row, "outcome": Outcome.SKIPPED.value, "reasons": {describe(error): 1}}
     exact = compare.difference(again, expected, "", Strictness.BITS) is None
     row["notes"] = {} if exact else {f"eager is not repeatable: {SLACK} times its own gap allowed": 1}
@@ -214,7 +214,7 @@ def attempt(mine: Training, entry: Entry, expected: dict[str, Any], again: Any) 
             gap = _difference(name, found, expected[name], None if again is None else again[name])
             if gap is not None:
                 return Outcome.WRONG, gap
-    except Exception as error:
+    except Exception as error:  # whatever the entry raises is the outcome: a refusal or a crash
         refused = refusal(error)
         if refused is None:
             return Outcome.CRASH, describe(error)

@@ -138,10 +138,10 @@ def compare_with_eager(
     report("eager")
     try:
         expected = [run(function, call, device) for call in calls]
-    except Exception as error:
+    except Exception as error:  # eager's own: tried without the backward
         try:
             expected = [run(function, call, device, backward=False) for call in calls]
-        except Exception:
+        except Exception:  # eager's own again: nothing to compare with
             return Result(Outcome.SKIPPED, describe(error))
     notes = [] if any(e.backward for e in expected) else ["no backward"]
     again = [run(function, call, device, backward=e.backward) for call, e in zip(calls, expected, strict=True)]
@@ -171,7 +171,7 @@ def compare_with_eager(
                         return Result(Outcome.WRONG, f"{where}: {gap}", notes)
                     strictness = Strictness.EQUAL
                     notes.append("zeros differ in sign")
-        except Exception as error:
+        except Exception as error:  # whatever the entry raises is the outcome: a refusal or a crash
             refused = refusal(error)
             if refused is not None:
                 return Result(Outcome.REFUSED, f"[{refused.id}] {refused.title}: {refused.observed}"[:300], notes)

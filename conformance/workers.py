@@ -37,7 +37,7 @@ def _serve(pipe: connection.Connection, runner: Runner, prepare: Callable[[], ob
     while (case := pipe.recv()) is not None:
         try:
             row = runner(case, lambda stage: pipe.send(("stage", stage)))
-        except Exception as error:
+        except Exception as error:  # one case's fault must not end the worker: the parent records it
             pipe.send(("failed", describe(error)))
         else:
             pipe.send(("row", row))

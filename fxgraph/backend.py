@@ -12,6 +12,8 @@ import torch
 import torch._dynamo
 from torch import fx
 
+from passes.facts import ops_of
+
 from . import stages, trace
 from ._torch_compat import dynamo
 from .errors import OptionError
@@ -89,6 +91,6 @@ def _compile_part(
     graph: fx.GraphModule, example_inputs: list[Any], *, options: Options, pools: Pools, name: str
 ) -> Callable[..., tuple[Any, ...]]:
     del example_inputs
-    if len(stages.ops_of(graph)) < options.min_region_ops:
+    if len(ops_of(graph)) < options.min_region_ops:
         return trace.for_eager(graph).forward
     return compile_graph(graph, options, pools, name)

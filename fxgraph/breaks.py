@@ -33,10 +33,10 @@ class eager:  # reads as the function and the context manager that it is, like t
             raise TypeError(f"fxgraph.eager() takes a function or nothing, not {type(function).__name__}")
         return torch.compiler.disable(function, reason="marked with fxgraph.eager")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it bare
     def __enter__(self) -> None:
         self._stance = torch.compiler.set_stance("force_eager")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it bare
     def __exit__(self, *error: object) -> None:
         self._stance.__exit__(None, None, None)

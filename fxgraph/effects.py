@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from passes.aliasing import Aliases
+from passes.effects import is_random
 
 from ._torch_compat import aot
 from .trace import InputSpec, JointGraph
@@ -23,7 +24,7 @@ class CannotPlan(Exception):
 
 def random_nodes(graph: fx.GraphModule) -> list[fx.Node]:
     """The nodes that draw random numbers."""
-    return [n for n in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    return [node for node in graph.graph.nodes if is_random(node)]
 
 
 _BATCH_NORMS = (
@@ -54,13 +55,11 @@ _STATISTICS_AND_SWITCH = {
 def value_matters(forward: fx.GraphModule, index: int, results: Sequence[Any]) -> bool:
     """Whether one of these values depends on what input ``index`` holds when the forward begins."""
     dependent = {forward.graph.find_nodes(op="placeholder")[index]}
-    statistics: dict[
-        fx.Node, set[int]
-    ] = {}  # batch norms in training -> the statistics that depend on it, and only they
+    norms: dict[fx.Node, set[int]] = {}  # batch norms in training -> the statistics that depend on it, and only they
     for node in forward.graph.nodes:
         given = dependent.intersection(node.all_input_nodes)
-        if node.target is operator.getitem and node.args[0] in statistics:
-            if node.args[1] in statistics[node.args[0]]:  # the new statistics stand where the old ones are given
+        if node.target is operator.getitem and node.args[0] in norms:
+            if node.args[1] in norms[node.args[0]]:  # the new statistics stand where the old ones are given
                 dependent.add(node)
         elif given and node.target in _STATISTICS_AND_SWITCH:
             positions, switch = _STATISTICS_AND_SWITCH[node.target]
@@ -68,7 +67,7 @@ def value_matters(forward: fx.GraphModule, index: int, results: Sequence[Any]) -
             if not node.args[switch] or given.intersection(others):
                 dependent.add(node)
             else:
-                statistics[node] = {k for k in positions if node.args[k] in given}
+                norms[node] = {k for k in positions if node.args[k] in given}
         elif given:
             dependent.add(node)
     return not dependent.isdisjoint([value for value in results if isinstance(value, fx.Node)])
@@ -144,10 +143,10 @@ def refuse_other_draws(graph: fx.GraphModule) -> None:
         CannotPlan: if the numbers would come to lie in other places.
     """
     for node in random_nodes(graph):
-        filled = node.all_input_nodes[0] if node.all_input_nodes else None
-        if node.target in _FILLS and filled is not None:
-            value = filled.meta["val"]
-            if _extent(value) != value.numel():
-                raise CannotPlan(f"{node.target} fills a tensor that has gaps in memory")
-        elif node.target is torch.ops.aten.bernoulli.p and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        if not node.all_input_nodes:
+            continue
+        filled = node.all_input_nodes[0].meta["val"]
+        if node.target in _FILLS and _extent(filled) != filled.numel():
+            raise CannotPlan(f"{node.target} fills a tensor that has gaps in memory")
+        if node.target is torch.ops.aten.bernoulli.p and not filled.is_contiguous():
             raise CannotPlan(f"{node.target} fills a tensor that is not contiguous")

@@ -27,7 +27,7 @@ from ._torch_compat.autograd import forward_ad_level
 from ._torch_compat.fx import compile_now
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
-from .program import EagerFallbackWarning, Pools, Program
+from .program import FORWARD_MODE, EagerFallbackWarning, Pools, Program
 from .slots import compact
 from .stages import Stages
 
@@ -97,7 +97,7 @@ class GraphedCallable:
             self._count_eager("the forward of its class is another one now")
             return type(self._module).forward(self._module, *args, **kwargs)
         if forward_ad_level() >= 0:
-            self._count_eager("forward-mode automatic differentiation (torch.autograd.forward_ad) is on")
+            self._count_eager(FORWARD_MODE)
             return self.original(*args, **kwargs)
         names = self._locals(args, kwargs)
         if _has_any_global_hook():

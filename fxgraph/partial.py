@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.effects import is_random
+
 from ._torch_compat import aot
 from .effects import CannotPlan, random_nodes
 from .plan import Plan, drop_forward_draws, for_real_tensors, own_memory
@@ -106,7 +108,7 @@ class _Numbering:
             elif node.target is torch.ops.aten.detach.default:
                 numbers[node] = numbers[node.args[0]]
                 continue
-            elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            elif is_random(node):
                 key, randoms = ("random", randoms), randoms + 1
             else:
                 key = (

@@ -133,7 +133,7 @@ class Plan:
         """Inputs that a call writes."""
         return (*self.mutated, *[index for index, _ in self.updates])
 
-    @property
+    @functools.cached_property
     def keeps(self) -> bool:
         """Whether the backward needs anything of the slot's forward."""
         return any(source.kind != "tangent" for source in self.backward_inputs)

@@ -25,7 +25,7 @@ from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
-from .signature import WrittenMemory, guarded_key_of, key_of, shares_memory
+from .signature import WrittenMemory, guarded_key_of, key_names, key_of, shares_memory
 from .slots import Capture, Slot, compact
 
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,6 +41,7 @@ class RunEagerly(Exception):
 
 
 _FAILED = "the capture failed: "
+FORWARD_MODE = "forward-mode automatic differentiation (torch.autograd.forward_ad) is on"
 
 
 class Pools:
@@ -140,7 +141,7 @@ class Program:
             inputs = (*inputs, *self._attributes)
         try:
             if forward_ad_level() >= 0:
-                raise RunEagerly("forward-mode automatic differentiation (torch.autograd.forward_ad) is on")
+                raise RunEagerly(FORWARD_MODE)
             with self.lock:
                 flat = self._unwrap_numbers(inputs)
                 capture = self._capture_for(flat)
@@ -174,8 +175,7 @@ class Program:
             tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
             try:
                 capture = self._capture_for(inputs)
-                if shares_memory(tensors, capture.plan.written):
-                    raise RunEagerly("an input that is changed in place shares memory with another input")
+                self._refuse_shared_writes(capture, tensors)
             except RunEagerly as error:
                 self._count_eager(str(error), calls=0)
                 return Prepared(used={id(value) for value in inputs})
@@ -301,10 +301,8 @@ class Program:
         if self.options.on_new_signature == "error":
             known = self._key_of(inputs)
             nearest = max(self.captures, key=lambda key: sum(a == b for a, b in zip(key, known, strict=True)))
-            parts = ["grad mode", "inference mode", *map(str, self.specs)]
-            if self._guarded:
-                parts = ["inference mode", *[str(spec) for spec in self.specs if spec.live], *parts]
-            changed = [name for name, a, b in zip(parts, nearest, known, strict=False) if a != b]
+            names = key_names(self.specs, self.autocasts, self._guarded)
+            changed = [name for name, a, b in zip(names, nearest, known, strict=True) if a != b]
             raise SignatureError(
                 "new-signature",
                 f"{self.name} was called in a way for which nothing is captured",
@@ -314,8 +312,7 @@ class Program:
             )
 
     def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
-        if capture.plan.written and self._writes_shared(capture, tensors):
-            raise RunEagerly("an input that is changed in place shares memory with another input")
+        self._refuse_shared_writes(capture, tensors)
         if capture.failures > 1:
             raise RunEagerly("captures of it fail")
         try:
@@ -331,12 +328,18 @@ class Program:
             raise RunEagerly(f"more than max_in_flight={capture.max_in_flight} forwards wait for their backward")
         return slot
 
-    def _writes_shared(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> bool:
+    def _refuse_shared_writes(self, capture: Capture, tensors: Sequence[torch.Tensor]) -> None:
+        written = capture.plan.written
+        if not written:
+            return
         if not self._guarded:
-            return shares_memory(tensors, capture.plan.written)
-        if capture.written is None:
-            capture.written = WrittenMemory(capture.plan.inputs, capture.plan.written, tensors)
-        return capture.written.shared(tensors)
+            shared = shares_memory(tensors, written)
+        else:
+            if capture.written is None:
+                capture.written = WrittenMemory(capture.plan.inputs, written, tensors)
+            shared = capture.written.shared(tensors)
+        if shared:
+            raise RunEagerly("an input that is changed in place shares memory with another input")
 
     def _new_capture(self, inputs: Sequence[Any]) -> Capture:
         tensors = tuple(value for value in inputs if isinstance(value, torch.Tensor))

@@ -24,6 +24,7 @@ from ._torch_compat.autograd import (
     transforms_active,
     will_run,
 )
+from .engines.base import empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
 from .plan import Plan
@@ -342,7 +343,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.clone()
     if copy.stride() == tensor.stride():
         return copy
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy = empty_like_layout(tensor, tensor.device)
     compact(copy).copy_(compact(tensor))
     return copy
 

@@ -55,6 +55,14 @@ def guarded_key_of(specs: Sequence[InputSpec], autocasts: bool) -> Callable[[Seq
     return key
 
 
+def key_names(specs: Sequence[InputSpec], autocasts: bool, guarded: bool) -> list[str]:
+    """What each part of a key of :func:`key_of`, or of :func:`guarded_key_of` where ``guarded``, is about."""
+    if not guarded:
+        return ["grad mode", "inference mode", *map(str, specs)]
+    others = [spec for spec in specs if not spec.live] if autocasts else []
+    return ["inference mode", *map(str, [*[spec for spec in specs if spec.live], *others])]
+
+
 class WrittenMemory:
     """Whether the inputs that a capture writes share memory with others, for calls that :func:`guarded_key_of` keys.
 

@@ -292,11 +292,11 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.size(), strict=True))
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``target.copy_(source)`` for each pair, in one launch where there are several. The caller has switched grad mode
     off."""
     if len(targets) > 1:
-        torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+        torch._foreach_copy_(targets, sources)
     elif targets:
         targets[0].copy_(sources[0])
 

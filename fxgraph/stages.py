@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 import passes
-from passes.facts import value_of
+from passes.facts import ops_of, value_of
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
 
 from . import engines, trace
@@ -77,11 +77,6 @@ def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.
 def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
     inputs = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
     return inputs, len(trace.output_args(graph))
-
-
-def ops_of(graph: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of a graph that compute something."""
-    return [node for node in graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
 
 
 def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
@@ -176,7 +171,7 @@ class Stages:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""
-        return self._steps(lambda stage, given: stage(*given), (*inputs, *self._attributes))
+        return self._steps(_call, (*inputs, *self._attributes))
 
     def prepare(self, inputs: Sequence[Any]) -> Prepared:
         """Capture the forwards for these inputs; the samples of later stages are what the earlier ones give eagerly."""
@@ -197,6 +192,10 @@ class Stages:
         """Give up all captures."""
         for stage in self.stages:
             stage.release()
+
+
+def _call(stage: Program | EagerStage, given: Sequence[Any]) -> tuple[Any, ...]:
+    return stage(*given)
 
 
 def _passed_on(node: Any) -> trace.InputSpec:
@@ -224,8 +223,7 @@ def _straight(
             number[user] = len(number)
             gets.append((number[user], index))
         calls.append((targets[str(node.target)], arguments, gets))
-    (results,) = glue.graph.output_node().args
-    returned = pytree.tree_leaves(results, is_leaf=lambda leaf: leaf is None)
+    returned = trace.output_args(glue)
 
     def run(step: Step, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values: list[Any] = [*inputs, *[None] * (len(number) - len(inputs))]
@@ -236,6 +234,3 @@ def _straight(
         return tuple([values[number[leaf]] if isinstance(leaf, fx.Node) else leaf for leaf in returned])
 
     return run
-
-
-__all__ = ["EagerStage", "Stages", "build", "uncapturable"]

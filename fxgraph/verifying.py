@@ -133,10 +133,10 @@ class Twin:
         self, call: Call, tangents: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> str:
         plan = self.capture.plan
-        if plan.backward is None or any(tangents[k] is None for k in plan.tangents):
+        defined = [tangent for k in plan.tangents if (tangent := tangents[k]) is not None]
+        if plan.backward is None or len(defined) < len(plan.tangents):
             return "a backward of some of the outputs"
-        given = call.slot.backward_inputs()
-        given = [*given[: -len(plan.tangents)], *[tangents[k] for k in plan.tangents]]  # type: ignore[list-item]
+        given = [*call.slot.backward_inputs()[: -len(defined)], *defined]
         with kernels_only():
             return _first_difference(plan.backward, [copy_of(tensor) for tensor in given], gradients)
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from . import op_lists
 from .constraint import NodeConstraint, Satisfied, Verdict
 from .facts import (
+    CALLS,
     argument,
     constant_of,
     describe_call,
@@ -51,7 +52,7 @@ class OpConstraint(NodeConstraint):
 
     def node_verdict(self, node: Node) -> Verdict:
         """Return the verdict on one node; placeholders, attributes and the output always satisfy."""
-        reason = self.reason(node) if node.op in ("call_function", "call_method", "call_module") else None
+        reason = self.reason(node) if node.op in CALLS else None
         return Satisfied(self) if reason is None else self.violation(where_of(node), reason, self.expected)
 
 

@@ -17,7 +17,7 @@ from . import op_lists
 from .capturable_ops import OpConstraint, host_copy
 from .constraint import NodeConstraint, Satisfied, Verdict, Violation
 from .contract_arguments import PLAIN_TENSOR_TYPES, layout_of
-from .facts import describe_call, input_tensors_of, is_aten, name_of, overload_of, tensors_of, where_of
+from .facts import CALLS, describe_call, input_tensors_of, is_aten, name_of, overload_of, tensors_of, where_of
 
 _TRACED_TENSOR_TYPES: frozenset[type] = PLAIN_TENSOR_TYPES | {FakeTensor, FunctionalTensor}
 _TORCH_NAMESPACES = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -52,11 +52,7 @@ class SeveralDevices(NodeConstraint):
         return self._verdict(node, home_device(node.graph))
 
     def _verdict(self, node: Node, home: torch.device | None) -> Verdict:
-        if (
-            home is None
-            or node.op not in ("call_function", "call_method", "call_module")
-            or host_copy(node) is not None
-        ):
+        if home is None or node.op not in CALLS or host_copy(node) is not None:
             return Satisfied(self)
         placed: dict[torch.device, list[str]] = {}
         for source in (*node.all_input_nodes, node):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from .constraint import Where
@@ -37,6 +37,15 @@ def where_of(node: Node, path: str | None = None) -> Where:
         if not is_library_file(frame["file"]):
             return Where(file=frame["file"], line=int(frame["line"]), node=node.name, path=path)
     return Where(node=node.name, path=path)
+
+
+CALLS = ("call_function", "call_method", "call_module")
+"""The kinds of node that compute something."""
+
+
+def ops_of(gm: GraphModule) -> list[Node]:
+    """Return the nodes of a graph that compute something, in order."""
+    return [node for node in gm.graph.nodes if node.op in CALLS]
 
 
 def value_of(node: Node) -> Any:

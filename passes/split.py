@@ -19,7 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 
-from .facts import describe_call, overload_of, tensors_of, value_of
+from .effects import is_random, written_inputs
+from .facts import describe_call, ops_of, overload_of, tensors_of, value_of
 
 
 def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collection[Node] = ()) -> dict[Node, int]:
@@ -33,7 +34,7 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
     Returns:
         Stages without gaps in each kind: 0, 1, 2, ...; an even one may be empty at the beginning.
     """
-    nodes = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    nodes = ops_of(gm)
     in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
     in_order |= any(not _has_storage(tensor) for node in nodes for tensor in tensors_of(node))
     memory = _memory(gm)
@@ -147,9 +148,8 @@ def _uses_of_final_values(gm: GraphModule, memory: Memory) -> list[tuple[Node, N
     """(value, user) pairs but those that come before the value's last change in place: they use another value."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     last_change: dict[int, int] = {}
-    for node, i in place.items():
-        if node.op not in ("placeholder", "get_attr", "output"):
-            last_change.update(dict.fromkeys(_changed(node, memory), i))
+    for node in ops_of(gm):
+        last_change.update(dict.fromkeys(_changed(node, memory), place[node]))
     return [
         (node, user)
         for node in gm.graph.nodes
@@ -190,13 +190,9 @@ def _changed(node: Node, memory: Memory) -> set[int]:
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
         return _touched(node, memory)
     written: list[Any] = [node.kwargs.get("out")]
-    overload = overload_of(node)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if overload is not None:
-        for argument, given in zip(overload._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written.append(given)
-        written += [node.kwargs[a.name] for a in overload._schema.arguments if a.alias_info and a.name in node.kwargs]
+    if overload_of(node) is not None:
+        written += written_inputs(node)
     elif name in _STATISTICS:
         written += [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
     elif node.target in _IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
@@ -216,7 +212,7 @@ def _may_draw(node: Node) -> bool:
     """Whether an op may draw random numbers."""
     overload = overload_of(node)
     if overload is not None and overload.namespace == "aten":
-        return torch.Tag.nondeterministic_seeded in overload.tags
+        return is_random(node)
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator) or overload is not None:
         return True
     name = describe_call(node).lower()

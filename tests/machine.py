@@ -418,9 +418,7 @@ class Side:
         hook = {"log": self._logs(f"output {which}"), "scale": lambda grad: grad * 2, "raise": explode}[how]
         # One of several outputs of a node gets None where no gradient comes to it, as with torch's own nodes; in eager
         # each output here has a node of its own, which does not run then.
-        given = hook
-        hook = lambda grad: None if grad is None else given(grad)  # noqa: E731
-        outputs[which % len(outputs)].register_hook(hook)
+        outputs[which % len(outputs)].register_hook(lambda grad: None if grad is None else hook(grad))
 
     def hook_parameter(self, which: int, how: str) -> Any:
         chosen = [(name, p) for name, p in self._parameters(which) if p.requires_grad]

@@ -170,7 +170,7 @@ def run(case: Case) -> str:
             return f"refused: {error.id}"
         except AssertionError:
             raise
-        except Exception as error:
+        except Exception as error:  # right only if eager raises the same
             if expected or type(error) is not type(eager_error):
                 raise
             return "raised as in eager"

@@ -19,7 +19,7 @@ def plain_apply(node: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     Only where no functorch transform is active (``torch/autograd/function.py``).
     """
-    apply: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+    apply: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]  # mypy: no instance
     return apply
 
 
