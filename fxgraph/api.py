@@ -36,7 +36,7 @@ def make_graphed_callables(
             order of calls is right; the order in the tuple is the one for which memory is laid out.
         sample_args: positional arguments to capture for: a tuple, or for a tuple of callables a tuple of tuples.
             Tensors may be nested in containers; anything else is a constant of the capture.
-        num_warmup_iters: how often each region runs before it is captured. Leaves no trace.
+        num_warmup_iters: how often each region runs before it is captured, on CUDA once at least. Leaves no trace.
         allow_unused_input: whether an input or parameter that requires grad may have no gradient.
         pool: a pool handle (``torch.cuda.graph_pool_handle()``) or a graph's ``pool()``, to share its memory.
         sample_kwargs: keyword arguments to capture for: a dict, or a tuple of dicts for a tuple of callables.

@@ -51,6 +51,7 @@ class Call:
     def __init__(self, x: torch.Tensor, given: torch.Tensor, out: Any) -> None:
         self.x, self.given, self.out = x, given, out
         self.changed = False  # an output has been changed in place
+        self.hooked = False  # an output has a hook
         self.rounded = False  # it ran in bfloat16
         self._only: torch.Tensor | None = None
 
@@ -305,7 +306,9 @@ class Side:
 
     def in_place(self, which: int, output: int) -> Any:
         call = self._call(which)
-        if call is None:
+        # An output that eager makes as a view gets a new history by an in-place change, without the hooks that it had;
+        # what a replay gives is no view, and keeps them.
+        if call is None or call.hooked:
             return NOTHING
         tensors = [t for t in pytree.tree_leaves(call.out) if torch.is_tensor(t) and t.is_floating_point()]
         tensors = [t for t in tensors if t is not call.x]
@@ -411,6 +414,7 @@ class Side:
         outputs = [t for t in pytree.tree_leaves(call.out if call else None) if torch.is_tensor(t) and t.requires_grad]
         if not outputs:
             return NOTHING
+        call.hooked = True
 
         def explode(grad: torch.Tensor) -> None:
             raise Boom("in a hook of an output")

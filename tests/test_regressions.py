@@ -293,10 +293,11 @@ def test_two_outputs_in_one_memory_stay_in_one_when_results_are_held(grad: bool,
         assert torch.equal(other, x * 2 + 1)
 
 
-def test_a_random_op_whose_result_nobody_uses(device: str) -> None:
+@pytest.mark.parametrize("draw", [torch.dropout, torch.native_dropout])
+def test_a_random_op_whose_result_nobody_uses(draw: Any, device: str) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         v = (x * 2).normal_()
-        torch.dropout(v, 0.5, True)
+        draw(v, 0.5, True)
         return v
 
     x = torch.randn(3, device=device, requires_grad=True)

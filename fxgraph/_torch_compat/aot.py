@@ -8,6 +8,7 @@ whose placeholders and outputs carry descriptors; ``_functorch/_aot_autograd/sch
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,8 +111,22 @@ def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[
 
 def partition(joint: torch.fx.GraphModule, num_forward: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward graph (its last outputs are the saved values) and backward graph (saved values, then tangents)."""
+    _use_a_result_of_each(joint.graph)
     forward, backward = default_partition(joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[])
     return forward, backward
+
+
+def _use_a_result_of_each(graph: torch.fx.Graph) -> None:
+    """An op with several results of which none is used (a dropout for its draws alone) gets a user.
+
+    The partitioner tells such ops by their ``getitem`` users, and takes one without any for an op that gives no tensor.
+    """
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and not node.users and isinstance(value, (tuple, list)) and len(value):
+            with graph.inserting_after(node):
+                first = graph.call_function(operator.getitem, (node, 0))
+            first.meta = {**node.meta, "val": value[0]}
 
 
 def extract(

@@ -101,7 +101,8 @@ class CudaEngine(Engine):
             module = aten_graph(region, inputs)
             try:
                 with torch.cuda.stream(side):
-                    for _ in range(warmup):
+                    # Once at least: libraries make their handles at a thread's first use, which no capture allows.
+                    for _ in range(max(warmup, 1)):
                         module(*inputs)
                     captured = _record(pool, module, inputs)
             finally:
