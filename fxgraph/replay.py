@@ -420,13 +420,18 @@ def _differentiable_backward(
         for k, out in node_outputs(plan, outputs, inputs).items()
         if grads[k] is not None and out.requires_grad
     ]
-    return torch.autograd.grad(
+    sources = [i for i in plan.gradient_of if inputs[i].requires_grad]  # AccumulateGrad passes over what is frozen now
+    if not chosen or not sources:
+        return (None,) * len(plan.gradient_of)
+    gradients = torch.autograd.grad(
         [output for output, _ in chosen],
-        [inputs[i] for i in plan.gradient_of],
+        [inputs[i] for i in sources],
         [grad for _, grad in chosen],
         create_graph=True,
         allow_unused=True,
     )
+    found = dict(zip(sources, gradients, strict=True))
+    return tuple([found.get(i) for i in plan.gradient_of])
 
 
 def node_outputs(plan: Plan, outputs: Sequence[Any], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

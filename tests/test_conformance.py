@@ -341,3 +341,8 @@ def test_another_projects_tests_run_with_our_names(tmp_path):
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_database_is_found_among_things_that_are_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cython.parallel", object())
+    assert "add" in ops.database.__wrapped__()
