@@ -134,6 +134,16 @@ class Plan:
         return (*self.mutated, *[index for index, _ in self.updates])
 
     @functools.cached_property
+    def constant(self) -> list[int]:
+        """Inputs without a gradient that are not live."""
+        return [i for i, spec in enumerate(self.inputs) if not spec.live and i not in self.gradient_of]
+
+    @functools.cached_property
+    def not_differentiable(self) -> list[int]:
+        """Outputs of the autograd node that require no grad."""
+        return [k for k, out in enumerate(self.handed) if not out.requires_grad]
+
+    @functools.cached_property
     def keeps(self) -> bool:
         """Whether the backward needs anything of the slot's forward."""
         return any(source.kind != "tangent" for source in self.backward_inputs)

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 WIDTH = 4
 
 BLOCKS = (
-    "linear", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale", "views",
+    "linear", "tied", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale", "views",
     "add_", "matmul", "noise", "count", "chunk", "where", "dead",
 )  # fmt: skip
 
-FORMS = ("one", "sum", "pair", "views", "whole numbers", "dict", "detached", "input", "nothing to learn")
+FORMS = ("one", "sum", "pair", "views", "whole numbers", "dict", "dict", "detached", "input", "nothing to learn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ LAYOUTS = ("plain", "plain", "plain", "transposed", "sliced", "expanded", "the l
 AUTOGRAD = ("none", "leaf", "leaf", "with history")
 """What autograd knows of an input."""
 
-CONTEXTS = ("plain", "plain", "plain", "plain", "autocast", "checkpoint")
+CONTEXTS = ("plain", "plain", "plain", "plain", "autocast", "autocast", "checkpoint")
 """Under what a module is called."""
 
 _calls = st.tuples(rows, st.sampled_from(LAYOUTS), st.sampled_from(AUTOGRAD), st.sampled_from(CONTEXTS))
