@@ -16,8 +16,8 @@ from torch.nn import functional as F
 WIDTH = 4
 
 BLOCKS = (
-    "linear", "tied", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale", "views",
-    "add_", "matmul", "noise", "count", "chunk", "where", "dead",
+    "linear", "tied", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale",
+    "views", "add_", "matmul", "noise", "count", "chunk", "where", "dead",
 )  # fmt: skip
 
 FORMS = ("one", "sum", "pair", "views", "whole numbers", "dict", "dict", "detached", "input", "nothing to learn")

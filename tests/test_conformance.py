@@ -224,7 +224,7 @@ def run_of_the_command(tmp_path_factory):
     command = [sys.executable, "-m", "conformance", "ops", "--only", *OPS, "--samples", "1", "--timeout", "60"]
     command += ["--variants", "function", "inplace", "mutate", "--entries", *entries.ENTRIES, PLANT]
     command += ["--results", str(path), "--table", str(table)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
     return {row["case"]: row for row in results.read(path)}, table.read_text(), done.stdout.splitlines()[-1]
