@@ -14,6 +14,7 @@ What one stage gives is an ordinary input of the next: it has its history, and i
 from __future__ import annotations
 
 import collections
+import dataclasses
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,23 +28,46 @@ from torch.utils import _pytree as pytree
 import passes
 from passes.facts import ops_of, value_of
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
+from passes.values import refresh_values
 
 from . import engines, trace
 from .options import Options
 from .program import ALIVE, EagerFallbackWarning, Pools, Prepared, Program
 
 
-def build(
-    graph: fx.GraphModule, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
-) -> Program | Stages:
-    """One program for the whole graph, or several stages; see Note [Why a graph is cut].
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A torch-level graph as it is going to run, and what stands against capturing it.
 
-    Raises:
-        PassError: (of :mod:`passes`) from a pass of the user's, which it names.
+    Attributes:
+        graph: the user's passes have run over it.
+        report: the rules' verdict on it.
+        eager: the ops that have to run eagerly, and why (see :func:`_uncapturable`); with
+            ``on_uncapturable="split"`` only.
     """
-    if options.passes:
-        graph = _rewritten(graph, options.passes)
-    reasons = uncapturable(graph) if options.on_uncapturable == "split" else {}
+
+    graph: fx.GraphModule
+    report: passes.Report
+    eager: dict[fx.Node, str]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, options: Options) -> Judged:
+        """Run the user's passes over a graph of Dynamo's, and judge what they give.
+
+        Raises:
+            PassError: (of :mod:`passes`) from a pass of the user's, which it names.
+        """
+        if options.passes:
+            graph = _rewritten(graph, options.passes)
+        report = passes.check(graph, trace.TORCH_LEVEL)
+        return cls(graph, report, _uncapturable(graph, report) if options.on_uncapturable == "split" else {})
+
+
+def build(
+    judged: Judged, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
+) -> Program | Stages:
+    """One program for the whole graph, or several stages; see Note [Why a graph is cut]."""
+    graph, reasons = judged.graph, judged.eager
     outputs = feeding_outputs(graph)
     if not reasons and not outputs:
         return Program(graph, specs, options, name, pools, guarded=True)
@@ -65,13 +89,18 @@ def build(
 
 
 def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
-    result = passes.Pipeline(chosen)(graph).graph_module
-    before, after = _interface(graph), _interface(result)
-    if before != after:
-        names = ", ".join(map(passes.pass_name, chosen))
-        problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
-        raise passes.PassError(names, "ensures", problem)
-    return result
+    # A pass need not say which fake values its nodes have: on a graph of Dynamo's they can be made anew.
+    rules = tuple(rule for rule in passes.WELL_FORMED if rule.id != "missing-fake-value")
+    before = _interface(graph)
+    for one in chosen:
+        result = passes.Pipeline((one,), rules)(graph)
+        graph, after = result.graph_module, _interface(result.graph_module)
+        if before != after:
+            problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
+            raise passes.PassError(passes.pass_name(one), "ensures", problem)
+        if result.modified:
+            refresh_values(graph)
+    return graph
 
 
 def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
@@ -79,7 +108,7 @@ def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
     return inputs, len(trace.output_args(graph))
 
 
-def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
+def _uncapturable(graph: fx.GraphModule, report: passes.Report) -> dict[fx.Node, str]:
     """The ops of a torch-level graph that have to run eagerly, and why.
 
     Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data: each
@@ -88,7 +117,7 @@ def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
     by_name = {node.name: node for node in ops_of(graph)}
     numbers = {graph.graph.find_nodes(op="placeholder")[i] for i in trace.wrapped_numbers(graph)}
     found: dict[fx.Node, str] = {}
-    for violation in passes.check(graph, trace.TORCH_LEVEL).violations:
+    for violation in report.violations:
         node = by_name.get(violation.where.node or "")
         if node is None:
             return {}
