@@ -46,9 +46,7 @@ class _Traced:
     @property
     def programs(self) -> list[Program]:
         """The captured parts."""
-        if isinstance(self.program, Stages):
-            return self.program.programs
-        return [self.program] if self.program is not None else []
+        return self.program.programs if self.program is not None else []
 
 
 class GraphedCallable:

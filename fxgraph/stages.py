@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 import passes
-from passes.facts import ops_of, value_of
+from passes.facts import ops_of, overload_of, value_of
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
 from passes.values import refresh_values
 
@@ -67,25 +67,69 @@ def build(
     judged: Judged, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
 ) -> Program | Stages:
     """One program for the whole graph, or several stages; see Note [Why a graph is cut]."""
-    graph, reasons = judged.graph, judged.eager
-    outputs = feeding_outputs(graph)
-    if not reasons and not outputs:
-        return Program(graph, specs, options, name, pools, guarded=True)
-    lifted, attributes = trace.lift_attributes(graph)
-    renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
-    reasons = {renamed[node]: reason for node, reason in reasons.items()}
-    outputs = [renamed[node] for node in outputs if node in renamed]
-    stages = assign_stages(lifted, reasons, outputs)
-    sizes = collections.Counter(stages.values())
-    for node, stage in stages.items():
-        if stage % 2 == 0 and sizes[stage] < options.min_region_ops:
-            reasons.setdefault(node, "")
-    if all(node in reasons for node in stages):
-        return Program(graph, specs, options, name, pools, guarded=True)  # which runs eagerly as a whole, and says why
-    stages = assign_stages(lifted, reasons, outputs)
-    if len(set(stages.values())) == 1:
-        return Program(graph, specs, options, name, pools, guarded=True)
-    return Stages(lifted, attributes, stages, reasons, specs, options, name, pools)
+    return _Builder(options, name, pools).build(judged.graph, specs, judged.eager)
+
+
+MAX_FAILURES = 8
+"""How many failed captures of one graph lead to a cut around the op that failed; then its part runs eagerly."""
+
+
+@dataclasses.dataclass
+class _Builder:
+    """Makes the programs of one graph, and what takes over from one of them where an op fails to be captured."""
+
+    options: Options
+    name: str
+    pools: Pools
+    failures: int = 0
+
+    def build(
+        self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], eager: dict[fx.Node, str]
+    ) -> Program | Stages:
+        """One program for the whole graph, or several stages with the ops ``eager`` between them."""
+        outputs = feeding_outputs(graph)
+        if not eager and not outputs:
+            return self.program(graph, specs, guarded=True)
+        lifted, attributes = trace.lift_attributes(graph)
+        renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
+        reasons = {renamed[node]: reason for node, reason in eager.items()}
+        outputs = [renamed[node] for node in outputs if node in renamed]
+        stages = assign_stages(lifted, reasons, outputs)
+        sizes = collections.Counter(stages.values())
+        small = {
+            node for node, stage in stages.items() if stage % 2 == 0 and sizes[stage] < self.options.min_region_ops
+        }
+        if len(small) + len(reasons) < len(stages):
+            reasons = {**dict.fromkeys(small, ""), **reasons}
+            stages = assign_stages(lifted, reasons, outputs)
+        elif reasons:
+            return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
+        if len(set(stages.values())) == 1:
+            return self.program(graph, specs, guarded=True)
+        return Stages(lifted, attributes, stages, reasons, specs, self)
+
+    def program(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], guarded: bool) -> Program:
+        """A program that is cut where an op in it fails to be captured."""
+
+        def around(origin: str, reason: str) -> Stages | None:
+            self.failures += 1
+            eager = dict.fromkeys(_alike(graph, origin), reason)
+            if not eager or self.failures > MAX_FAILURES:
+                return None
+            built = self.build(graph, specs, eager)
+            return built if isinstance(built, Stages) else None
+
+        cut = around if self.options.on_uncapturable == "split" else None
+        return Program(graph, specs, self.options, self.name, self.pools, guarded, cut)
+
+
+def _alike(graph: fx.GraphModule, name: str) -> list[fx.Node]:
+    """The op of that name; if it is somebody's own, all calls of it."""
+    found = [node for node in ops_of(graph) if node.name == name]
+    op = overload_of(found[0]) if found else None
+    if op is None or op.namespace in ("aten", "prims"):
+        return found
+    return [node for node in ops_of(graph) if overload_of(node) is op]
 
 
 def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
@@ -143,7 +187,7 @@ class EagerStage:
         self.graph, self.name, self.pools = graph, name, pools
         self.captures: dict[Any, Any] = {}
         self.replays = 0
-        self.reasons = tuple(reasons)
+        self.reasons = tuple(dict.fromkeys(reasons))
         self.eager_reasons = collections.Counter(dict.fromkeys(self.reasons, 0))
         self._run = trace.for_eager(graph).forward
         ALIVE.add(self)
@@ -166,11 +210,10 @@ class Stages:
         stages: dict[fx.Node, int],
         reasons: dict[fx.Node, str],
         specs: Sequence[trace.InputSpec],
-        options: Options,
-        name: str,
-        pools: Pools,
+        builder: _Builder,
     ) -> None:
         self._attributes = attributes
+        name, pools = builder.name, builder.pools
         glue = split(graph, stages)
         known = dict(zip(glue.graph.find_nodes(op="placeholder"), specs, strict=False))
         eager: dict[int, list[str]] = collections.defaultdict(list)
@@ -185,7 +228,7 @@ class Stages:
                 made = EagerStage(submodule, eager[number], name, pools)
             else:
                 inputs = [known.get(arg, _passed_on(arg)) for arg in node.args if isinstance(arg, fx.Node)]
-                made = Program(submodule, inputs, options, name, pools)
+                made = builder.program(submodule, inputs, guarded=False)
             self.stages.append(made)
             targets[str(node.target)] = made
         self._steps = _straight(glue, targets)
@@ -195,8 +238,8 @@ class Stages:
 
     @property
     def programs(self) -> list[Program]:
-        """The captured stages."""
-        return [stage for stage in self.stages if isinstance(stage, Program)]
+        """The captured stages, and those that have taken over from one."""
+        return [part for stage in self.stages if isinstance(stage, Program) for part in stage.programs]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""

@@ -397,6 +397,19 @@ def export(
     )
 
 
+def origin(joint: JointGraph, node: fx.Node) -> str | None:
+    """The name of the torch-level node that an op of a joint graph, or of a region made of it, was traced from.
+
+    An op of the backward belongs to the node whose forward it differentiates: autograd numbers both alike.
+    """
+    named = node.meta.get("from_node")
+    if not named and "seq_nr" in node.meta:
+        number = node.meta["seq_nr"]
+        forward = (other.meta for other in joint.gm.graph.nodes if other.meta.get("seq_nr") == number)
+        named = next((meta["from_node"] for meta in forward if meta.get("from_node")), None)
+    return named[0].name if named else None
+
+
 def _has_tangents(joint: fx.GraphModule) -> bool:
     return any(isinstance(n.meta["desc"], aot.TangentAOTInput) for n in joint.graph.find_nodes(op="placeholder"))
 

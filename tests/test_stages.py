@@ -232,6 +232,21 @@ def test_graphs_are_cut_where_gradients_come_back_to_an_output(
     torch.testing.assert_close(graphed(x, w), function(x, w), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("least", [2, 100])
+def test_an_output_that_feeds_another_one_can_be_differentiated_by_however_small_the_parts(
+    least: int, device: str
+) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.tanh()
+        return y, y.sum()
+
+    x = torch.randn(3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,), options={"min_region_ops": least})
+    y, total = graphed(x)
+    torch.testing.assert_close(torch.autograd.grad(total, y), (torch.ones(3, device=device),))
+    assert len(fxgraph.stats(graphed).captures) == 2
+
+
 # -- passes of the user's ---------------------------------------------------------------------------------------------
 
 
