@@ -66,6 +66,10 @@ _FAILED = "the capture failed: "
 FORWARD_MODE = "forward-mode automatic differentiation (torch.autograd.forward_ad) is on"
 
 
+def _reason(violation: passes.Violation) -> str:
+    return f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
+
+
 class Pools:
     """One memory pool per device, shared by all captures of the callables that were graphed together."""
 
@@ -130,7 +134,7 @@ class Program:
         name: how messages call it.
         pools: memory shared with other programs.
         guarded: Dynamo's guards have seen everything about the inputs but their addresses.
-        around: makes what captures around an op of the graph, given its name and the reason; None if nothing is left
+        around: makes what captures around ops of the graph, given their names and the reasons; None if nothing is left
             to capture then.
     """
 
@@ -142,7 +146,7 @@ class Program:
         name: str,
         pools: Pools | None = None,
         guarded: bool = False,
-        around: Callable[[str, str], Runner | None] | None = None,
+        around: Callable[[dict[str, str]], Runner | None] | None = None,
     ) -> None:
         self._around = around
         self.instead: Runner | None = None  # Note [An op that fails to be captured]
@@ -258,7 +262,7 @@ class Program:
         self.captures.pop(key).release()
         self.pools.trim()
         if self._around is not None and self.instead is None:
-            self.instead = self._around(name, reason)
+            self.instead = self._around({name: reason})
         if self.instead is None:
             self.eager_keys[key] = reason
         return reason
@@ -444,10 +448,10 @@ class Program:
         if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
             raise RunEagerly("it switches grad mode on inside, where it is off outside")
         graph = trace.specialise(self.graph, inputs)
-        self._refuse_uncapturable(graph, trace.TORCH_LEVEL)  # first: what depends on data has no joint graph
+        self._refuse(trace.check_torch_level(graph))  # first: what depends on data has no joint graph
         try:
             joint = trace.export(graph, specs, tensors)
-            self._refuse_uncapturable(joint.gm, passes.CAPTURABLE)
+            self._refuse_in(joint)
             planned = plan.make(joint)
         except TraceError as error:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
@@ -463,14 +467,33 @@ class Program:
             graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
         )
 
-    def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
-        report = passes.check(graph, rules)
+    def _refuse_in(self, joint: trace.JointGraph) -> None:
+        """Refuse what only the joint graph shows: ops inside of a torch-level op, constants that cannot be moved.
+
+        Where each belongs to an op of the graph, those are set aside; see Note [An op that fails to be captured].
+        """
+        report = passes.check(joint.gm)
+        if not report.ok and self._around is not None and self.instead is None:
+            nodes = {node.name: node for node in joint.gm.graph.nodes}
+            origins: dict[str, str] = {}
+            for violation in report.violations:
+                node = nodes.get(violation.where.node or "")
+                name = trace.origin(joint, node) if node is not None else None
+                if name is None:
+                    break
+                origins.setdefault(name, _reason(violation))
+            else:
+                self.instead = self._around(origins)
+            if self.instead is not None:
+                raise _TakenOver
+        self._refuse(report)
+
+    def _refuse(self, report: passes.Report) -> None:
         if report.ok:
             return
         if self.options.on_uncapturable == "error":
             raise UncapturableError.from_report(report)
-        first = report.violations[0]
-        raise RunEagerly(f"[{first.id}] {first.title}: {first.observed} ({first.where})")
+        raise RunEagerly(_reason(report.violations[0]))
 
     @contextlib.contextmanager
     def _stage(self, stage: str) -> Iterator[None]:

@@ -26,7 +26,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 import passes
+from passes.capturable_tensors import home_device
 from passes.facts import ops_of, overload_of, value_of
+from passes.host_constants import beside_their_users, made_on_host
+from passes.pipeline import copy_graph_module
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
 from passes.values import refresh_values
 
@@ -59,7 +62,7 @@ class Judged:
         """
         if options.passes:
             graph = _rewritten(graph, options.passes)
-        report = passes.check(graph, trace.TORCH_LEVEL)
+        report = trace.check_torch_level(graph)
         return cls(graph, report, _uncapturable(graph, report) if options.on_uncapturable == "split" else {})
 
 
@@ -91,17 +94,25 @@ class _Builder:
         if not eager and not outputs:
             return self.program(graph, specs, guarded=True)
         lifted, attributes = trace.lift_attributes(graph)
+        lifted = copy_graph_module(lifted)
         renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
         reasons = {renamed[node]: reason for node, reason in eager.items()}
         outputs = [renamed[node] for node in outputs if node in renamed]
-        stages = assign_stages(lifted, reasons, outputs)
+        beside: dict[fx.Node, fx.Node] = {}
+        if home_device(lifted.graph) is not None:
+            beside = beside_their_users(lifted, made_on_host(lifted).difference(reasons))
+
+        def assign() -> dict[fx.Node, int]:
+            found = assign_stages(lifted, reasons, outputs)
+            return {node: found[beside.get(node, node)] for node in found}
+
+        stages = assign()
         sizes = collections.Counter(stages.values())
-        small = {
-            node for node, stage in stages.items() if stage % 2 == 0 and sizes[stage] < self.options.min_region_ops
-        }
-        if len(small) + len(reasons) < len(stages):
+        captured = {node for node, stage in stages.items() if stage % 2 == 0}
+        small = {node for node in captured if sizes[stages[node]] < self.options.min_region_ops}
+        if small != captured:
             reasons = {**dict.fromkeys(small, ""), **reasons}
-            stages = assign_stages(lifted, reasons, outputs)
+            stages = assign()
         elif reasons:
             return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
         if len(set(stages.values())) == 1:
@@ -111,9 +122,9 @@ class _Builder:
     def program(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], guarded: bool) -> Program:
         """A program that is cut where an op in it fails to be captured."""
 
-        def around(origin: str, reason: str) -> Stages | None:
+        def around(origins: dict[str, str]) -> Stages | None:
             self.failures += 1
-            eager = dict.fromkeys(_alike(graph, origin), reason)
+            eager = {node: reason for name, reason in origins.items() for node in _alike(graph, name)}
             if not eager or self.failures > MAX_FAILURES:
                 return None
             built = self.build(graph, specs, eager)
