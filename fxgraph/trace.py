@@ -382,13 +382,16 @@ def export(
     joint = _on_one_device(joint)
     tangent_of = []
     input_specs = []
-    for position, node in enumerate(joint.graph.find_nodes(op="placeholder")):
+    given = iter(specs)
+    for node in joint.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         if isinstance(desc, aot.TangentAOTInput):
             tangent_of.append(descs.index(desc.output))
             input_specs.append(InputSpec(InputKind.TANGENT, str(tangent_of[-1])))
+        elif isinstance(desc, aot.EffectTokens):  # the ops that need one are refused, as higher-order ops
+            input_specs.append(InputSpec(InputKind.USER_INPUT, "an effect token"))
         else:
-            input_specs.append(specs[position])
+            input_specs.append(next(given))
     return JointGraph(
         gm=joint,
         inputs=tuple(input_specs),

@@ -128,6 +128,15 @@ def composite(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.fxgraph_tests.on_the_host_inside(x + 1)
 
 
+torch.library.define("fxgraph_tests::inverted", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("fxgraph_tests::inverted", "CompositeImplicitAutograd")
+def inverted(x: torch.Tensor) -> torch.Tensor:
+    """With torch 2.13 the check that ``inv`` makes has an effect, for which the joint graph has an input of its own."""
+    return aten.linalg_inv(x + 3 * torch.eye(4, device=x.device))
+
+
 def with_a_composite(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = torch.ops.fxgraph_tests.composite((x @ w).sin())
     return y.cos() * 2
@@ -158,6 +167,19 @@ def test_an_op_inside_of_an_op_is_captured_around(entry: str, device: str) -> No
     torch.testing.assert_close(mine, its, rtol=0, atol=0)
     if entry == "make_graphed_callables":
         assert len(fxgraph.stats(graphed).captures) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+def test_an_op_with_an_effect_is_captured_around_or_captured(device: str) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.ops.fxgraph_tests.inverted((x @ w).sin()).cos() * 2
+
+    inputs = matrices(device)
+    graphed = fxgraph.make_graphed_callables(function, inputs)
+    out, expected = graphed(*inputs), function(*inputs)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    (mine,), (its,) = (torch.autograd.grad(result.sum(), inputs[1]) for result in (out, expected))
+    torch.testing.assert_close(mine, its, rtol=0, atol=0)
 
 
 def test_the_other_choices(device: str) -> None:
