@@ -21,7 +21,7 @@ from torch import fx
 import passes
 from passes.facts import describe_call, where_of
 
-from . import effects, engines, partial, plan, replay, trace, verifying, weight_casts
+from . import effects, engines, partial, plan, replay, sharing, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -71,9 +71,10 @@ def _reason(violation: passes.Violation) -> str:
 
 
 class Pools:
-    """One memory pool per device, shared by all captures of the callables that were graphed together."""
+    """What the callables share that were graphed together: one memory pool per device, and plans while that lasts."""
 
     def __init__(self, handle: object = None) -> None:
+        self.plans: sharing.Plans | None = None  # while callables are graphed together
         self._handle = handle
         self._pools: dict[tuple[str, torch.device], engines.Pool] = {}
 
@@ -448,15 +449,7 @@ class Program:
         if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
             raise RunEagerly("it switches grad mode on inside, where it is off outside")
         graph = trace.specialise(self.graph, inputs)
-        self._refuse(trace.check_torch_level(graph))  # first: what depends on data has no joint graph
-        try:
-            joint = trace.export(graph, specs, tensors)
-            self._refuse_in(joint)
-            planned = plan.make(joint)
-        except TraceError as error:
-            raise RunEagerly(f"[{error.id}] {error.observed}") from error
-        except effects.CannotPlan as error:
-            raise RunEagerly(str(error)) from error
+        planned = self._plan(graph, specs, tensors)
         if planned.mutated and trace.for_eager(graph) is not graph:
             raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")
         device = tensors[0].device  # there is but one: the rules have been judged
@@ -466,6 +459,26 @@ class Program:
         return Capture(
             graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
         )
+
+    def _plan(
+        self, graph: fx.GraphModule, specs: tuple[trace.InputSpec, ...], tensors: tuple[torch.Tensor, ...]
+    ) -> plan.Plan:
+        plans = self.pools.plans
+        key = sharing.key_of(graph, specs, tensors) if plans is not None else None
+        if plans is not None and (known := plans.find(key)) is not None:
+            return known
+        self._refuse(trace.check_torch_level(graph))  # first: what depends on data has no joint graph
+        try:
+            joint = trace.export(graph, specs, tensors)
+            self._refuse_in(joint)
+            planned = plan.make(joint)
+        except TraceError as error:
+            raise RunEagerly(f"[{error.id}] {error.observed}") from error
+        except effects.CannotPlan as error:
+            raise RunEagerly(str(error)) from error
+        if plans is not None:
+            plans.keep(key, planned)
+        return planned
 
     def _refuse_in(self, joint: trace.JointGraph) -> None:
         """Refuse what only the joint graph shows: ops inside of a torch-level op, constants that cannot be moved.
