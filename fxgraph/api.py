@@ -14,6 +14,7 @@ from .errors import ContractError, OptionError
 from .graphed import GraphedCallable, original_of
 from .options import Options
 from .program import Pools
+from .sharing import Plans
 
 
 def make_graphed_callables(
@@ -77,6 +78,7 @@ def make_graphed_callables(
         GraphedCallable(original_of(target), chosen, pools, name, allow_unused_input)
         for target, name in zip(targets, names, strict=True)
     ]
+    pools.plans = Plans()
     try:
         finish = [g.capture(args, kwargs) for g, args, kwargs in zip(graphed, all_args, all_kwargs, strict=True)]
         for capture_backward in reversed(finish):
@@ -85,6 +87,8 @@ def make_graphed_callables(
         for g in graphed:
             g.release()
         raise
+    finally:
+        pools.plans = None
     result = tuple(_install(target, g) for target, g in zip(targets, graphed, strict=True))
     return result if several else result[0]
 

@@ -71,7 +71,7 @@ def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: s
         warnings.warn(f"fxgraph: {name} runs eagerly: it has {error}", EagerFallbackWarning, stacklevel=2)
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
-    program = stages.build(graph, specs, options, name, pools)
+    program = stages.build(stages.Judged.of(graph, options), specs, options, name, pools)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         dynamo.release_guards()

@@ -40,7 +40,7 @@ def check(
         traced = trace.read(function, args, kwargs, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
         if traced.graph is None:
             return report
-        report += passes.check(traced.graph, trace.TORCH_LEVEL)
+        report += trace.check_torch_level(traced.graph)
         if not report.ok:  # what depends on data has no joint graph
             return report
         tensors = traced.flat_inputs(args, kwargs)

@@ -46,9 +46,7 @@ class _Traced:
     @property
     def programs(self) -> list[Program]:
         """The captured parts."""
-        if isinstance(self.program, Stages):
-            return self.program.programs
-        return [self.program] if self.program is not None else []
+        return self.program.programs if self.program is not None else []
 
 
 class GraphedCallable:
@@ -268,8 +266,11 @@ class GraphedCallable:
         traced = self._read(args, kwargs)
         if traced.graph is None:
             return _Traced(traced, None, self._plain)
-        report = passes.check(traced.graph, trace.TORCH_LEVEL)
-        if not report.ok and not (self.options.on_uncapturable == "split" and stages.uncapturable(traced.graph)):
+        judged = stages.Judged.of(traced.graph, self.options)
+        report = judged.report
+        # A graph that the user's passes have changed is what runs eagerly too, so its program takes it all the same.
+        rewritten = self.options.passes and self.options.on_uncapturable == "eager"
+        if not report.ok and not judged.eager and not rewritten:
             first = report.violations[0]
             raise TraceError(
                 first.id,
@@ -280,7 +281,7 @@ class GraphedCallable:
                 hint=first.hint,
                 violations=tuple(report.violations),
             )
-        program = stages.build(traced.graph, traced.specs, self.options, self.name, self.pools)
+        program = stages.build(judged, traced.specs, self.options, self.name, self.pools)
         return _Traced(traced, program, traced.bind(program))
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.PythonTrace:
@@ -288,7 +289,9 @@ class GraphedCallable:
         try:
             return trace.read(self.function, args, kwargs)
         except TraceError as error:
-            if self.options.on_uncapturable != "split" or error.id != "untraceable" or raises_itself(error):
+            # Passes of the user's can only remove what is in the graph.
+            into_the_graph = self.options.on_uncapturable == "split" or self.options.passes
+            if not into_the_graph or error.id != "untraceable" or raises_itself(error):
                 raise
             try:
                 return trace.read(self.function, args, kwargs, **dynamo.DATA_IN_GRAPH)

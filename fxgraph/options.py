@@ -27,7 +27,8 @@ class Options:
         min_region_ops: where a callable is captured in parts, a part of fewer ops runs eagerly.
         passes: rewrites of the callable's torch-level graph, run in this order before forward and backward are made of
             it: passes of :mod:`passes`, ``torch.fx`` passes (``PassBase``), functions of a ``GraphModule``. They must
-            keep its inputs and outputs. What they change, runs that way eagerly too.
+            keep its inputs and outputs; nodes that they make need no fake values. The rules judge what they leave, and
+            what they change, runs that way eagerly too.
         num_warmup_iters: how often a region runs before it is captured; on CUDA once at least.
         verify: how many first replays of each capture are also run eagerly, on copies, and compared, forward and
             backward; a difference raises :class:`~fxgraph.errors.VerifyError`, which names the first op that differs.

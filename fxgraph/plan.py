@@ -276,7 +276,8 @@ def make(joint: JointGraph) -> Plan:
         raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
     forward.graph.output_node().args = (tuple(buffers),)
     forward.graph.eliminate_dead_code()
-    for_real_tensors(forward)
+    plan.forward = passes.MergeInputCopies()(forward).graph_module  # BatchNorm's statistics and counters, mostly
+    for_real_tensors(plan.forward)
     return plan
 
 

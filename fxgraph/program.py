@@ -12,15 +12,16 @@ import dataclasses
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 import passes
+from passes.facts import describe_call, where_of
 
-from . import effects, engines, partial, plan, replay, trace, verifying, weight_casts
+from . import effects, engines, partial, plan, replay, sharing, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -40,14 +41,40 @@ class RunEagerly(Exception):
     """Why a call is not replayed but run eagerly."""
 
 
+class Runner(Protocol):
+    """What runs a torch-level graph for flat inputs."""
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs in it."""
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """The graph's outputs."""
+
+    def prepare(self, inputs: Sequence[Any]) -> Prepared:
+        """See :meth:`Program.prepare`."""
+
+    def release(self) -> None:
+        """Give up all captures."""
+
+
+class _TakenOver(Exception):
+    """Another runner answers this call; see Note [An op that fails to be captured]."""
+
+
 _FAILED = "the capture failed: "
 FORWARD_MODE = "forward-mode automatic differentiation (torch.autograd.forward_ad) is on"
 
 
+def _reason(violation: passes.Violation) -> str:
+    return f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
+
+
 class Pools:
-    """One memory pool per device, shared by all captures of the callables that were graphed together."""
+    """What the callables share that were graphed together: one memory pool per device, and plans while that lasts."""
 
     def __init__(self, handle: object = None) -> None:
+        self.plans: sharing.Plans | None = None  # while callables are graphed together
         self._handle = handle
         self._pools: dict[tuple[str, torch.device], engines.Pool] = {}
 
@@ -93,6 +120,14 @@ class Prepared:
 class Program:
     """A torch-level graph and its captures.
 
+    Note [An op that fails to be captured]
+
+    No rule may know of an op that it works on the host. Then its capture fails, and the error is the op's own (an
+    engine's failure is another matter). With ``on_uncapturable="split"`` such an op runs eagerly, as those do that the
+    rules know: what is captured around it takes the program over, for the signature that failed and all later ones.
+    With ``"eager"`` the signature runs eagerly; with ``"error"`` the failure is raised. Ops that fail in eager too are
+    not meant.
+
     Args:
         graph: takes flat inputs (tensors, and numbers where Dynamo left sizes symbolic), returns flat outputs.
         specs: what the inputs are.
@@ -100,6 +135,8 @@ class Program:
         name: how messages call it.
         pools: memory shared with other programs.
         guarded: Dynamo's guards have seen everything about the inputs but their addresses.
+        around: makes what captures around ops of the graph, given their names and the reasons; None if nothing is left
+            to capture then.
     """
 
     def __init__(
@@ -110,7 +147,10 @@ class Program:
         name: str,
         pools: Pools | None = None,
         guarded: bool = False,
+        around: Callable[[dict[str, str]], Runner | None] | None = None,
     ) -> None:
+        self._around = around
+        self.instead: Runner | None = None  # Note [An op that fails to be captured]
         self.graph, self._attributes = trace.lift_attributes(graph)
         self.specs = (
             *specs,
@@ -135,8 +175,14 @@ class Program:
         )
         ALIVE.add(self)
 
+    @property
+    def programs(self) -> list[Program]:
+        """This one, and those that have taken it over."""
+        return [self, *(self.instead.programs if self.instead is not None else ())]
+
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""
+        given = inputs
         if self._attributes:
             inputs = (*inputs, *self._attributes)
         try:
@@ -155,6 +201,9 @@ class Program:
                 return outputs
         except RunEagerly as error:
             reason = str(error)
+        except _TakenOver:
+            assert self.instead is not None, "what takes over is there before anything says so"
+            return self.instead(*given)
         self._count_eager(reason)
         try:
             return tuple(self._eager(*inputs))
@@ -170,24 +219,54 @@ class Program:
             UncapturableError: with ``on_uncapturable="error"``.
             CaptureError: from the engine.
         """
+        given = inputs
         with self.lock:
             inputs = self._unwrap_numbers((*inputs, *self._attributes))
             tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
             try:
                 capture = self._capture_for(inputs)
                 self._refuse_shared_writes(capture, tensors)
-            except RunEagerly as error:
-                self._count_eager(str(error), calls=0)
-                return Prepared(used={id(value) for value in inputs})
-            try:
                 with self._stage("capturing the forward"):
                     slot = capture.add_slot(tensors, with_backward=False)
-                    return Prepared([(self, slot)], {id(tensors[i]) for i in capture.plan.gradient_of})
+                return Prepared([(self, slot)], {id(tensors[i]) for i in capture.plan.gradient_of})
+            except RunEagerly as error:
+                reason = str(error)
+            except _TakenOver:
+                reason = ""
             except CaptureError as error:
                 own = self._own_failure(capture, tensors)
-                if own is None:
+                if own is not None:
+                    raise self._op_failed(own) from error
+                if (found := self._set_aside(error, capture)) is None:
                     raise
-                raise self._op_failed(own) from error
+                reason = found
+            if self.instead is not None:
+                return self.instead.prepare(given)
+            self._count_eager(reason, calls=0)
+            return Prepared(used={id(value) for value in inputs})
+
+    def _set_aside(self, error: CaptureError, capture: Capture) -> str | None:
+        """Give up a capture that failed at an op; see Note [An op that fails to be captured].
+
+        Returns:
+            The reason, or None where it was no op's own error, or is to be raised. Afterwards ``instead`` is there, or
+            the signature is known as one that runs eagerly.
+        """
+        node = engines.blamed(error.__cause__)
+        if node is None or self.options.on_uncapturable == "error":
+            return None
+        name = trace.origin(capture.plan.joint, node)
+        if name is None:
+            return None
+        reason = f"[{error.id}] {describe_call(node)} cannot be captured: {error.observed} ({where_of(node)})"
+        key = next(key for key, known in self.captures.items() if known is capture)
+        self.captures.pop(key).release()
+        self.pools.trim()
+        if self._around is not None and self.instead is None:
+            self.instead = self._around({name: reason})
+        if self.instead is None:
+            self.eager_keys[key] = reason
+        return reason
 
     def _own_failure(self, capture: Capture, tensors: list[torch.Tensor]) -> Exception | None:
         """What the graph raises when it runs eagerly on copies of these inputs, if it raises."""
@@ -209,9 +288,20 @@ class Program:
         )
 
     def finish(self, slot: Slot) -> None:
-        """Capture the backward of a slot that :meth:`prepare` gave."""
-        with self.lock, self._stage("capturing the backward"):
-            slot.capture_backward()
+        """Capture the backward of a slot that :meth:`prepare` gave.
+
+        Where an op of it cannot be captured, what takes over captures at its first call.
+        """
+        with self.lock:
+            try:
+                with self._stage("capturing the backward"):
+                    slot.capture_backward()
+            except CaptureError as error:
+                reason = self._set_aside(error, slot.capture)
+                if reason is None:
+                    raise
+                if self.instead is None:
+                    self._count_eager(reason, calls=0)
 
     def release(self) -> None:
         """Give up all captures."""
@@ -219,6 +309,8 @@ class Program:
             for capture in self.captures.values():
                 capture.release()
             self.captures.clear()
+            if self.instead is not None:
+                self.instead.release()
 
     def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """See :class:`fxgraph.replay.Runner`."""
@@ -258,6 +350,8 @@ class Program:
             if len(self.captures) > 1:
                 self.captures.move_to_end(key)
             return capture
+        if self.instead is not None:
+            raise _TakenOver
         if key in self.eager_keys:
             raise RunEagerly(self.eager_keys[key])
         if self.captures:
@@ -325,6 +419,9 @@ class Program:
             self.pools.trim()
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise RunEagerly("no memory for a capture") from error
+            own = self._own_failure(capture, list(tensors))
+            if own is None and (reason := self._set_aside(error, capture)) is not None:
+                raise (RunEagerly(reason) if self.instead is None else _TakenOver()) from error
             capture.failures += 1
             raise RunEagerly(_FAILED + error.observed) from error
         if slot is None:
@@ -355,15 +452,7 @@ class Program:
         if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
             raise RunEagerly("it switches grad mode on inside, where it is off outside")
         graph = trace.specialise(self.graph, inputs)
-        self._refuse_uncapturable(graph, trace.TORCH_LEVEL)  # first: what depends on data has no joint graph
-        try:
-            joint = trace.export(graph, specs, tensors)
-            self._refuse_uncapturable(joint.gm, passes.CAPTURABLE)
-            planned = plan.make(joint)
-        except TraceError as error:
-            raise RunEagerly(f"[{error.id}] {error.observed}") from error
-        except effects.CannotPlan as error:
-            raise RunEagerly(str(error)) from error
+        planned = self._plan(graph, specs, tensors)
         if planned.mutated and trace.for_eager(graph) is not graph:
             raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")
         device = tensors[0].device  # there is but one: the rules have been judged
@@ -374,14 +463,53 @@ class Program:
             graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
         )
 
-    def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
-        report = passes.check(graph, rules)
+    def _plan(
+        self, graph: fx.GraphModule, specs: tuple[trace.InputSpec, ...], tensors: tuple[torch.Tensor, ...]
+    ) -> plan.Plan:
+        plans = self.pools.plans
+        key = sharing.key_of(graph, specs, tensors) if plans is not None else None
+        if plans is not None and (known := plans.find(key)) is not None:
+            return known
+        self._refuse(trace.check_torch_level(graph))  # first: what depends on data has no joint graph
+        try:
+            joint = trace.export(graph, specs, tensors)
+            self._refuse_in(joint)
+            planned = plan.make(joint)
+        except TraceError as error:
+            raise RunEagerly(f"[{error.id}] {error.observed}") from error
+        except effects.CannotPlan as error:
+            raise RunEagerly(str(error)) from error
+        if plans is not None:
+            plans.keep(key, planned)
+        return planned
+
+    def _refuse_in(self, joint: trace.JointGraph) -> None:
+        """Refuse what only the joint graph shows: ops inside of a torch-level op, constants that cannot be moved.
+
+        Where each belongs to an op of the graph, those are set aside; see Note [An op that fails to be captured].
+        """
+        report = passes.check(joint.gm)
+        if not report.ok and self._around is not None and self.instead is None:
+            nodes = {node.name: node for node in joint.gm.graph.nodes}
+            origins: dict[str, str] = {}
+            for violation in report.violations:
+                node = nodes.get(violation.where.node or "")
+                name = trace.origin(joint, node) if node is not None else None
+                if name is None:
+                    break
+                origins.setdefault(name, _reason(violation))
+            else:
+                self.instead = self._around(origins)
+            if self.instead is not None:
+                raise _TakenOver
+        self._refuse(report)
+
+    def _refuse(self, report: passes.Report) -> None:
         if report.ok:
             return
         if self.options.on_uncapturable == "error":
             raise UncapturableError.from_report(report)
-        first = report.violations[0]
-        raise RunEagerly(f"[{first.id}] {first.title}: {first.observed} ({first.where})")
+        raise RunEagerly(_reason(report.violations[0]))
 
     @contextlib.contextmanager
     def _stage(self, stage: str) -> Iterator[None]:

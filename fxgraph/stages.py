@@ -14,6 +14,7 @@ What one stage gives is an ordinary input of the next: it has its history, and i
 from __future__ import annotations
 
 import collections
+import dataclasses
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,53 +26,136 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 import passes
-from passes.facts import ops_of, value_of
+from passes.capturable_tensors import home_device
+from passes.facts import ops_of, overload_of, value_of
+from passes.host_constants import beside_their_users, made_on_host
+from passes.pipeline import copy_graph_module
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
+from passes.values import refresh_values
 
 from . import engines, trace
 from .options import Options
 from .program import ALIVE, EagerFallbackWarning, Pools, Prepared, Program
 
 
-def build(
-    graph: fx.GraphModule, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
-) -> Program | Stages:
-    """One program for the whole graph, or several stages; see Note [Why a graph is cut].
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A torch-level graph as it is going to run, and what stands against capturing it.
 
-    Raises:
-        PassError: (of :mod:`passes`) from a pass of the user's, which it names.
+    Attributes:
+        graph: the user's passes have run over it.
+        report: the rules' verdict on it.
+        eager: the ops that have to run eagerly, and why (see :func:`_uncapturable`); with
+            ``on_uncapturable="split"`` only.
     """
-    if options.passes:
-        graph = _rewritten(graph, options.passes)
-    reasons = uncapturable(graph) if options.on_uncapturable == "split" else {}
-    outputs = feeding_outputs(graph)
-    if not reasons and not outputs:
-        return Program(graph, specs, options, name, pools, guarded=True)
-    lifted, attributes = trace.lift_attributes(graph)
-    renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
-    reasons = {renamed[node]: reason for node, reason in reasons.items()}
-    outputs = [renamed[node] for node in outputs if node in renamed]
-    stages = assign_stages(lifted, reasons, outputs)
-    sizes = collections.Counter(stages.values())
-    for node, stage in stages.items():
-        if stage % 2 == 0 and sizes[stage] < options.min_region_ops:
-            reasons.setdefault(node, "")
-    if all(node in reasons for node in stages):
-        return Program(graph, specs, options, name, pools, guarded=True)  # which runs eagerly as a whole, and says why
-    stages = assign_stages(lifted, reasons, outputs)
-    if len(set(stages.values())) == 1:
-        return Program(graph, specs, options, name, pools, guarded=True)
-    return Stages(lifted, attributes, stages, reasons, specs, options, name, pools)
+
+    graph: fx.GraphModule
+    report: passes.Report
+    eager: dict[fx.Node, str]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, options: Options) -> Judged:
+        """Run the user's passes over a graph of Dynamo's, and judge what they give.
+
+        Raises:
+            PassError: (of :mod:`passes`) from a pass of the user's, which it names.
+        """
+        if options.passes:
+            graph = _rewritten(graph, options.passes)
+        report = trace.check_torch_level(graph)
+        return cls(graph, report, _uncapturable(graph, report) if options.on_uncapturable == "split" else {})
+
+
+def build(
+    judged: Judged, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
+) -> Program | Stages:
+    """One program for the whole graph, or several stages; see Note [Why a graph is cut]."""
+    return _Builder(options, name, pools).build(judged.graph, specs, judged.eager)
+
+
+MAX_FAILURES = 8
+"""How many failed captures of one graph lead to a cut around the op that failed; then its part runs eagerly."""
+
+
+@dataclasses.dataclass
+class _Builder:
+    """Makes the programs of one graph, and what takes over from one of them where an op fails to be captured."""
+
+    options: Options
+    name: str
+    pools: Pools
+    failures: int = 0
+
+    def build(
+        self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], eager: dict[fx.Node, str]
+    ) -> Program | Stages:
+        """One program for the whole graph, or several stages with the ops ``eager`` between them."""
+        outputs = feeding_outputs(graph)
+        if not eager and not outputs:
+            return self.program(graph, specs, guarded=True)
+        lifted, attributes = trace.lift_attributes(graph)
+        lifted = copy_graph_module(lifted)
+        renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
+        reasons = {renamed[node]: reason for node, reason in eager.items()}
+        outputs = [renamed[node] for node in outputs if node in renamed]
+        beside: dict[fx.Node, fx.Node] = {}
+        if home_device(lifted.graph) is not None:
+            beside = beside_their_users(lifted, made_on_host(lifted).difference(reasons))
+
+        def assign() -> dict[fx.Node, int]:
+            found = assign_stages(lifted, reasons, outputs)
+            return {node: found[beside.get(node, node)] for node in found}
+
+        stages = assign()
+        sizes = collections.Counter(stages.values())
+        captured = {node for node, stage in stages.items() if stage % 2 == 0}
+        small = {node for node in captured if sizes[stages[node]] < self.options.min_region_ops}
+        if small != captured:
+            reasons = {**dict.fromkeys(small, ""), **reasons}
+            stages = assign()
+        elif reasons:
+            return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
+        if len(set(stages.values())) == 1:
+            return self.program(graph, specs, guarded=True)
+        return Stages(lifted, attributes, stages, reasons, specs, self)
+
+    def program(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], guarded: bool) -> Program:
+        """A program that is cut where an op in it fails to be captured."""
+
+        def around(origins: dict[str, str]) -> Stages | None:
+            self.failures += 1
+            eager = {node: reason for name, reason in origins.items() for node in _alike(graph, name)}
+            if not eager or self.failures > MAX_FAILURES:
+                return None
+            built = self.build(graph, specs, eager)
+            return built if isinstance(built, Stages) else None
+
+        cut = around if self.options.on_uncapturable == "split" else None
+        return Program(graph, specs, self.options, self.name, self.pools, guarded, cut)
+
+
+def _alike(graph: fx.GraphModule, name: str) -> list[fx.Node]:
+    """The op of that name; if it is somebody's own, all calls of it."""
+    found = [node for node in ops_of(graph) if node.name == name]
+    op = overload_of(found[0]) if found else None
+    if op is None or op.namespace in ("aten", "prims"):
+        return found
+    return [node for node in ops_of(graph) if overload_of(node) is op]
 
 
 def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
-    result = passes.Pipeline(chosen)(graph).graph_module
-    before, after = _interface(graph), _interface(result)
-    if before != after:
-        names = ", ".join(map(passes.pass_name, chosen))
-        problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
-        raise passes.PassError(names, "ensures", problem)
-    return result
+    # A pass need not say which fake values its nodes have: on a graph of Dynamo's they can be made anew.
+    rules = tuple(rule for rule in passes.WELL_FORMED if rule.id != "missing-fake-value")
+    before = _interface(graph)
+    for one in chosen:
+        result = passes.Pipeline((one,), rules)(graph)
+        graph, after = result.graph_module, _interface(result.graph_module)
+        if before != after:
+            problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
+            raise passes.PassError(passes.pass_name(one), "ensures", problem)
+        if result.modified:
+            refresh_values(graph)
+    return graph
 
 
 def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
@@ -79,7 +163,7 @@ def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
     return inputs, len(trace.output_args(graph))
 
 
-def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
+def _uncapturable(graph: fx.GraphModule, report: passes.Report) -> dict[fx.Node, str]:
     """The ops of a torch-level graph that have to run eagerly, and why.
 
     Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data: each
@@ -88,7 +172,7 @@ def uncapturable(graph: fx.GraphModule) -> dict[fx.Node, str]:
     by_name = {node.name: node for node in ops_of(graph)}
     numbers = {graph.graph.find_nodes(op="placeholder")[i] for i in trace.wrapped_numbers(graph)}
     found: dict[fx.Node, str] = {}
-    for violation in passes.check(graph, trace.TORCH_LEVEL).violations:
+    for violation in report.violations:
         node = by_name.get(violation.where.node or "")
         if node is None:
             return {}
@@ -114,7 +198,7 @@ class EagerStage:
         self.graph, self.name, self.pools = graph, name, pools
         self.captures: dict[Any, Any] = {}
         self.replays = 0
-        self.reasons = tuple(reasons)
+        self.reasons = tuple(dict.fromkeys(reasons))
         self.eager_reasons = collections.Counter(dict.fromkeys(self.reasons, 0))
         self._run = trace.for_eager(graph).forward
         ALIVE.add(self)
@@ -137,11 +221,10 @@ class Stages:
         stages: dict[fx.Node, int],
         reasons: dict[fx.Node, str],
         specs: Sequence[trace.InputSpec],
-        options: Options,
-        name: str,
-        pools: Pools,
+        builder: _Builder,
     ) -> None:
         self._attributes = attributes
+        name, pools = builder.name, builder.pools
         glue = split(graph, stages)
         known = dict(zip(glue.graph.find_nodes(op="placeholder"), specs, strict=False))
         eager: dict[int, list[str]] = collections.defaultdict(list)
@@ -156,7 +239,7 @@ class Stages:
                 made = EagerStage(submodule, eager[number], name, pools)
             else:
                 inputs = [known.get(arg, _passed_on(arg)) for arg in node.args if isinstance(arg, fx.Node)]
-                made = Program(submodule, inputs, options, name, pools)
+                made = builder.program(submodule, inputs, guarded=False)
             self.stages.append(made)
             targets[str(node.target)] = made
         self._steps = _straight(glue, targets)
@@ -166,8 +249,8 @@ class Stages:
 
     @property
     def programs(self) -> list[Program]:
-        """The captured stages."""
-        return [stage for stage in self.stages if isinstance(stage, Program)]
+        """The captured stages, and those that have taken over from one."""
+        return [part for stage in self.stages if isinstance(stage, Program) for part in stage.programs]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""

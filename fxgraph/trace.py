@@ -23,7 +23,9 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 import passes
-from passes.facts import value_of
+from passes.capturable_ops import host_copy
+from passes.facts import tensors_of, value_of
+from passes.host_constants import concerns_only, made_on_host
 
 from . import weight_casts
 from ._torch_compat import aot, dynamo
@@ -377,15 +379,19 @@ def export(
     if cached is None:
         cached = weight_casts.cached_inputs(graph, inputs)
     weight_casts.merge(joint, cached, output_args(joint)[num_forward:])
+    joint = _on_one_device(joint)
     tangent_of = []
     input_specs = []
-    for position, node in enumerate(joint.graph.find_nodes(op="placeholder")):
+    given = iter(specs)
+    for node in joint.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         if isinstance(desc, aot.TangentAOTInput):
             tangent_of.append(descs.index(desc.output))
             input_specs.append(InputSpec(InputKind.TANGENT, str(tangent_of[-1])))
+        elif isinstance(desc, aot.EffectTokens):  # the ops that need one are refused, as higher-order ops
+            input_specs.append(InputSpec(InputKind.USER_INPUT, "an effect token"))
         else:
-            input_specs.append(specs[position])
+            input_specs.append(next(given))
     return JointGraph(
         gm=joint,
         inputs=tuple(input_specs),
@@ -395,6 +401,19 @@ def export(
         cached=tuple(cached),
         metadata=metadata,
     )
+
+
+def origin(joint: JointGraph, node: fx.Node) -> str | None:
+    """The name of the torch-level node that an op of a joint graph, or of a region made of it, was traced from.
+
+    An op of the backward belongs to the node whose forward it differentiates: autograd numbers both alike.
+    """
+    named = node.meta.get("from_node")
+    if not named and "seq_nr" in node.meta:
+        number = node.meta["seq_nr"]
+        forward = (other.meta for other in joint.gm.graph.nodes if other.meta.get("seq_nr") == number)
+        named = next((meta["from_node"] for meta in forward if meta.get("from_node")), None)
+    return named[0].name if named else None
 
 
 def _has_tangents(joint: fx.GraphModule) -> bool:
@@ -409,8 +428,36 @@ def _output_specs(metadata: Any, num_forward: int, total: int) -> tuple[OutputSp
     return tuple(specs)
 
 
-TORCH_LEVEL = tuple(rule for rule in passes.CAPTURABLE if rule.id != "higher-order-op")
-"""The rules for a torch-level graph, in which AOTAutograd inlines some higher-order ops."""
+_TORCH_LEVEL = tuple(rule for rule in passes.CAPTURABLE if rule.id != "higher-order-op")
+
+
+def check_torch_level(graph: fx.GraphModule) -> passes.Report:
+    """The rules' verdict on a torch-level graph.
+
+    AOTAutograd inlines some higher-order ops, and constants of the CPU in a graph of another device are moved there
+    (:func:`export`): both are judged in the joint graph.
+    """
+    report = passes.check(graph, _TORCH_LEVEL)
+    if report.ok:
+        return report
+    constants = made_on_host(graph)
+    nodes = {node.name: node for node in graph.graph.nodes}
+
+    def stands(violation: passes.Violation) -> bool:
+        node = nodes.get(violation.where.node or "")
+        movable = violation.id == "several-devices" or (node is not None and host_copy(node) is not None)
+        return node is None or not movable or not concerns_only(node, constants)
+
+    return passes.Report(tuple(filter(stands, report.violations)))
+
+
+def _on_one_device(joint: fx.GraphModule) -> fx.GraphModule:
+    """The joint graph with constants of the CPU moved to the device that it works on, where it works on another."""
+    devices = {tensor.device.type for node in joint.graph.nodes for tensor in tensors_of(node)} - {"meta"}
+    rewrite = passes.MoveConstantsToDevice()
+    if len(devices) < 2 or "cpu" not in devices or not passes.judge(joint, rewrite.requires):
+        return joint
+    return passes.apply(joint, [rewrite, passes.RemoveDeadCode()])
 
 
 def for_eager(graph: fx.GraphModule) -> fx.GraphModule:

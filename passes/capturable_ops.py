@@ -77,6 +77,8 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} waits for the device"
         if name in op_lists.STATUS_ON_HOST:
             return f"{describe_call(node)} looks at its own result on the host"
+        if name in op_lists.INVERTING and isinstance(power := argument(node, "n", 1), int) and power < 0:
+            return f"{describe_call(node)} with a negative power looks at its own result on the host"
         if str(op) in op_lists.SCALARS_ON_HOST:
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):

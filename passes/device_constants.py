@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .base import Pass
 from .capturable_tensors import home_device
 from .constraint import Constraint
-from .effects import Effects
+from .effects import Effects, is_pure, is_uninitialised
 from .facts import constant_of, schema_argument, value_of
 from .lower import free_name
 from .verify import AtenLevel, HasFakeValues
@@ -41,6 +42,13 @@ _INDEXING = frozenset(
 )
 _MOVES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout, torch.ops.prims.device_put.default})
 _LITERALS = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default, aten.clone.default})
+_COMPARISONS = {getattr(aten, name).Tensor: getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_FILLS = {
+    aten.masked_fill.Tensor: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
+}
+_COMMUTE = frozenset({aten.add.Tensor, aten.mul.Tensor})
+_FEW = 4096  # elements of a constant that is computed when the graph is rewritten
 _CPU = torch.device("cpu")
 _FILLED = frozenset({aten.full.default, aten.scalar_tensor.default, aten.zeros.default, aten.ones.default})
 
@@ -50,13 +58,15 @@ class MoveConstantsToDevice(Pass):
     """Take constants that live on the CPU out of a graph whose tensors live on another device.
 
     What counts as a constant: ``full``, ``zeros``, ``ones``, ``scalar_tensor`` and whole-numbered ``arange`` on the
-    CPU, literals (``lift_fresh_copy`` of an attribute, as ``torch.tensor(2.0)`` is traced), and the attributes that are
-    listed. Three uses of one are rewritten, the only ones whose bits are sure to stay:
+    CPU, literals (``lift_fresh_copy`` of an attribute, as ``torch.tensor(2.0)`` is traced), the attributes that are
+    listed, and what pure operators make of these on the CPU, which is computed now, by the same kernels. Four uses of
+    one are rewritten, the only ones whose bits are sure to stay:
 
-    * a 0-dim one as operand of ``add``, ``sub``, ``mul`` or ``div`` with a device tensor becomes a Python number where
-      the result's dtype stays; see Note [Host scalars as numbers];
+    * a 0-dim one as operand of ``add``, ``sub``, ``mul``, ``div`` or a comparison with a device tensor, or as the value
+      of ``masked_fill``, becomes a Python number where the result's dtype stays; see Note [Host scalars as numbers];
+    * a 0-dim one in ``where``, which copies it to the device itself, is made there or becomes an attribute there;
     * a constructor that is an index of device memory, or is copied to the device, is made on the device;
-    * a literal or listed attribute that is copied to the device becomes an attribute on the device, copied once, now.
+    * a literal that is copied to the device becomes an attribute on the device, copied once, now.
 
     A graph whose tensors are all on one device is left as it is. Nodes that become unused stay: see `RemoveDeadCode`.
 
@@ -75,10 +85,17 @@ class MoveConstantsToDevice(Pass):
             return False
         effects = Effects.of(gm)
         changed = False
+        known: dict[Node, torch.Tensor] = {}
         for node in list(gm.graph.nodes):
             if not isinstance(value_of(node), FakeTensor) or not _is_on(node, _CPU) or effects.is_written(node):
                 continue
             literal = self._literal(node, effects)
+            if literal is None:
+                literal = _computed(node, known)
+            if literal is not None:
+                known[node] = literal
+            if literal is not None and _is_constructor(node):
+                literal = None  # made on the device again, rather than copied
             if literal is None and not _is_constructor(node):
                 continue
             number = _number(node, literal)
@@ -99,12 +116,34 @@ class MoveConstantsToDevice(Pass):
         return value if is_real and not effects.is_written(current) else None
 
 
+def _computed(node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor | None:
+    """What a pure operator gives for constants that are known."""
+    value = value_of(node)
+    if not isinstance(node.target, OpOverload) or not is_pure(node) or is_uninitialised(node):
+        return None
+    if any(source not in known for source in node.all_input_nodes):
+        return None
+    if not all(isinstance(size, int) for size in value.shape) or value.numel() > _FEW or value.requires_grad:
+        return None
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    with torch.no_grad(), disable_proxy_modes_tracing(), unset_fake_temporarily():
+        made: torch.Tensor = node.target(*args, **kwargs)
+    return made
+
+
 def _move(
     node: Node, user: Node, home: torch.device, literal: torch.Tensor | None, number: Any, effects: Effects
 ) -> bool:
     """Rewrite one use of a constant, if it is one of those that can be; return whether it was."""
     if number is not None and _takes_number(user, node, number, home):
-        user.replace_input_with(node, number)
+        _give_number(user, node, number)
+        return True
+    if user.target is aten.where.self and value_of(node).dim() == 0 and user.args[0] is not node:
+        if literal is not None:
+            new = _as_attribute(user, literal, is_copied=False, like=_fake_on(value_of(node), home, literal.dtype))
+        else:
+            new = _on_device(node, home, value_of(node).dtype)
+        user.replace_input_with(node, new)
         return True
     is_index = user.target in _INDEXING and user.args[0] is not node and _is_on(user.args[0], home)
     if literal is None and is_index:
@@ -142,13 +181,32 @@ def _number(node: Node, literal: torch.Tensor | None) -> Any:
 def _takes_number(user: Node, node: Node, number: Any, home: torch.device) -> bool:
     """Whether ``user`` computes the same with ``number`` in the place of ``node``."""
     places = [place for place, argument in enumerate(user.args) if argument is node]
-    if user.target not in _TAKES_NUMBER | _TAKES_NUMBER_IN_PLACE or places != [1] or not _is_on(user.args[0], home):
+    if user.target in _FILLS:
+        return places == [2] and _is_on(user.args[0], home)
+    if user.target not in _TAKES_NUMBER | _TAKES_NUMBER_IN_PLACE | _COMPARISONS.keys():
         return False
-    assert isinstance(user.args[0], Node), "it has a device"
-    left, before = value_of(user.args[0]), value_of(user)
+    if places == [0] and user.target in _COMMUTE and not user.kwargs:
+        other = user.args[1]
+    elif places == [1]:
+        other = user.args[0]
+    else:
+        return False
+    if not isinstance(other, Node) or not _is_on(other, home):
+        return False
+    left, before = value_of(other), value_of(user)
     return before.device == home and torch.result_type(torch.empty((1,) * left.dim(), dtype=left.dtype), number) == (
         torch.result_type(torch.empty((1,) * left.dim(), dtype=left.dtype), torch.empty((), dtype=value_of(node).dtype))
     )
+
+
+def _give_number(user: Node, node: Node, number: Any) -> None:
+    if user.target in _FILLS or user.target in _COMPARISONS:
+        user.target = {**_FILLS, **_COMPARISONS}[user.target]
+        user.args = tuple(number if argument is node else argument for argument in user.args)
+    elif user.args[0] is node:
+        user.args = (user.args[1], number)
+    else:
+        user.replace_input_with(node, number)
 
 
 def _is_plain_move(user: Node, home: torch.device) -> bool:
@@ -182,16 +240,18 @@ def _fake_on(value: FakeTensor, home: torch.device, dtype: torch.dtype) -> torch
     return made
 
 
-def _as_attribute(user: Node, literal: torch.Tensor, is_copied: bool) -> Node:
-    """A new attribute that holds ``literal`` on the device; a copy of it if that is written or handed out."""
+def _as_attribute(user: Node, literal: torch.Tensor, is_copied: bool, like: torch.Tensor | None = None) -> Node:
+    """A new attribute that holds ``literal`` as ``like`` (else as ``user``) has it; a copy of it if that is written or
+    handed out.
+    """
     gm = user.graph.owning_module
     assert gm is not None, "a pass works on a module's graph"
-    value = value_of(user)
+    value = value_of(user) if like is None else like
     name = free_name(gm, f"{user.name}_on_{value.device.type}")
     gm.register_buffer(name, literal.to(device=value.device, dtype=value.dtype), persistent=False)
     with user.graph.inserting_before(user):
         constant = user.graph.get_attr(name)
-        constant.meta = dict(user.meta)
+        constant.meta = {**user.meta, "val": value}
         if not is_copied:
             return constant
         copy = user.graph.call_function(aten.clone.default, (constant,))

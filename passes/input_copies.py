@@ -24,7 +24,8 @@ class MergeInputCopies(Pass):
     On a GPU that is one launch for many small tensors. Copies are merged where the one operator can stand at the place
     of the last of them: targets and sources have the same sizes and lie on one device, no two targets may share memory,
     no source may share memory with another's target, and no node in between touches a target or writes a source. Two
-    inputs count as separate memory unless the graph itself says otherwise.
+    inputs count as separate memory unless the graph itself says otherwise. One operator takes targets of one dtype and
+    sources of one dtype: for others the GPU has no joint launch.
     """
 
     requires: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(), HasFakeValues())
@@ -32,18 +33,18 @@ class MergeInputCopies(Pass):
     def rewrite(self, gm: GraphModule) -> bool:
         """Merge the copies and return whether there were any to merge."""
         effects = Effects.of(gm)
-        groups: list[_Group] = []
-        current = _Group()
+        done: list[_Group] = []
+        open_groups: dict[Any, _Group] = {}  # by dtypes
         for node in gm.graph.nodes:
             copied = _Copy.of(node, effects)
-            if copied is not None and current.takes(copied):
-                current.add(copied)
-            elif copied is not None or current.is_touched_by(node, effects):
-                groups.append(current)
-                current = _Group()
-                if copied is not None:
-                    current.add(copied)
-        merged = [group for group in (*groups, current) if len(group.copies) > 1]
+            for key, group in list(open_groups.items()):
+                if copied is not None and key == copied.key and group.takes(copied):
+                    continue
+                if group.is_touched_by(node, effects):
+                    done.append(open_groups.pop(key))
+            if copied is not None:
+                open_groups.setdefault(copied.key, _Group()).add(copied)
+        merged = [group for group in (*done, *open_groups.values()) if len(group.copies) > 1]
         for group in merged:
             group.merge()
         return bool(merged)
@@ -56,6 +57,12 @@ class _Copy:
     source: Node
     written: frozenset[int]
     read: frozenset[int]
+
+    @property
+    def key(self) -> tuple[torch.device, torch.dtype, torch.dtype]:
+        """What copies have in common that one operator makes."""
+        one, other = value_of(self.target), value_of(self.source)
+        return one.device, one.dtype, other.dtype
 
     @classmethod
     def of(cls, node: Node, effects: Effects) -> _Copy | None:
@@ -81,8 +88,6 @@ class _Group:
     def takes(self, copied: _Copy) -> bool:
         if not self.copies:
             return True
-        if value_of(self.copies[0].target).device != value_of(copied.target).device:
-            return False
         return not (self.written & (copied.written | copied.read) or copied.written & self.read)
 
     def add(self, copied: _Copy) -> None:

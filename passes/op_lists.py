@@ -41,6 +41,9 @@ STATUS_ON_HOST: frozenset[str] = frozenset(
 """Plain names of linear algebra that looks at the solver's status on the host (the ``_ex`` variants do not), or, as
 ``matrix_exp`` does, at norms to choose the degree of its polynomial."""
 
+INVERTING: frozenset[str] = frozenset({"matrix_power", "linalg_matrix_power"})
+"""Plain names of what inverts its argument, and looks at the status, for a negative power."""
+
 HOST_BOUNDS: frozenset[str] = frozenset({"histc"})
 """Ops that compute missing bounds from the data and read them on the host: only with ``min == max``."""
 

@@ -51,7 +51,7 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
         ordered: list[Any] = [*_touched(node, memory) & changed]
         if in_order:
             ordered.append("every op")
-        if _may_draw(node):
+        if may_draw(node):
             ordered.append("random numbers")
         least = max([least, *(last_of.get(key, 0) for key in ordered)])
         stages[node] = least + (least % 2 == 0) if node in eager else least + least % 2
@@ -158,6 +158,13 @@ def _uses_of_final_values(gm: GraphModule, memory: Memory) -> list[tuple[Node, N
     ]
 
 
+def changed_memory(gm: GraphModule) -> set[Node]:
+    """Return the nodes whose memory some op of a torch-level graph may change in place."""
+    memory = _memory(gm)
+    changed = {storage for node in ops_of(gm) for storage in _changed(node, memory)}
+    return {node for node in gm.graph.nodes if memory[node] & changed}
+
+
 def _touched(node: Node, memory: Memory) -> set[int]:
     return memory[node].union(*[memory[source] for source in node.all_input_nodes])
 
@@ -208,8 +215,8 @@ _DRAWS = re.compile("rand|drop|bernoulli|normal|uniform|multinomial|poisson|expo
 _DRAWS_INSIDE = re.compile("attention|lstm|gru|rnn")
 
 
-def _may_draw(node: Node) -> bool:
-    """Whether an op may draw random numbers."""
+def may_draw(node: Node) -> bool:
+    """Return whether an op of a torch-level graph may draw random numbers."""
     overload = overload_of(node)
     if overload is not None and overload.namespace == "aten":
         return is_random(node)

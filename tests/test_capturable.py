@@ -358,6 +358,9 @@ EXPRESSIONS: dict[str, tuple[str, ...]] = {
     "torch.linalg.inv_ex(x)": (),
     "torch.linalg.solve(x, y)": ("host-sync",),
     "torch.matrix_exp(x)": ("host-sync",),
+    "torch.matrix_power(x, -1)": ("host-sync",),
+    "torch.linalg.matrix_power(x, n=-2)": ("host-sync",),
+    "x.matrix_power(2)": (),
     "torch.linalg.lstsq(x, y)": ("data-dependent-shape",),
     "torch.nn.functional.ctc_loss(x, y, (1,), (1,))": ("data-dependent-shape",),
     "torch.dropout(x, 0.5, True)": (),
@@ -778,7 +781,9 @@ def test_an_index_put_is_refused_exactly_where_torch_refuses_it(op: OpOverload, 
 
 
 PLAIN = op_lists.READS_TO_HOST | op_lists.CHECKS_ON_HOST | op_lists.STATUS_ON_HOST | op_lists.DATA_DEPENDENT
-PLAIN |= op_lists.EXOTIC_LAYOUT | op_lists.HOST_BOUNDS | op_lists.MASK_MAKERS | op_lists.MASK_COMBINERS
+PLAIN |= (
+    op_lists.INVERTING | op_lists.EXOTIC_LAYOUT | op_lists.HOST_BOUNDS | op_lists.MASK_MAKERS | op_lists.MASK_COMBINERS
+)
 
 
 @pytest.mark.parametrize("name", sorted(PLAIN))

@@ -89,7 +89,16 @@ NUMBERS: dict[str, tuple[Any, torch.dtype, Callable[..., Any]]] = {
     "half precision": (2.5, torch.float16, lambda x: x / torch.full((), 2.5)),
     "a whole number for whole numbers": (2, torch.int32, lambda x: x * torch.full((), 2)),
     "would change the dtype": (None, torch.int64, lambda x: x * torch.full((), 2.5, dtype=torch.float64)),
-    "on the left": (None, torch.float32, lambda x: torch.full((), 2.5) * x),
+    "on the left": (2.5, torch.float32, lambda x: torch.full((), 2.5) * x),
+    "on the left of what does not commute": (None, torch.float32, lambda x: torch.full((), 2.5) / x),
+    "computed on the CPU": (8.0, torch.float32, lambda x: x / torch.full((), 64.0).sqrt()),
+    "computed of several": (
+        3.0,
+        torch.float32,
+        lambda x: x * torch.stack([torch.full((), 3.0), torch.ones(())]).amax(),
+    ),
+    "drawn on the CPU": (None, torch.float32, lambda x: x * torch.rand(()).sqrt()),
+    "memory as it was found": (None, torch.float32, lambda x: x * torch.empty(()).sqrt()),
     "written": (None, torch.float32, lambda x: x * torch.full((), 2.5).add_(1)),
     "written through a view": (None, torch.float32, lambda x: ((c := torch.ones(())).view(1).add_(1), x * c)[1]),
     "not a scalar": (None, torch.float32, lambda x: x * torch.full((1,), 2.5, device="cuda:0")),
@@ -106,6 +115,47 @@ def test_scalars_become_numbers_where_no_bit_changes(name: str) -> None:
         x = torch.empty(2, 3, device="cuda:0", dtype=dtype)
         assert (result(x).dtype, result(x).device) == (gm(x).dtype, gm(x).device)
     assert mode is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_other_operators_that_take_a_number(dtype: torch.dtype) -> None:
+    def program(x: torch.Tensor) -> Any:
+        return x > torch.full((), 2.0), x.masked_fill(x == torch.zeros((), dtype=dtype), torch.full((), 1.5))
+
+    result = moved(trace(program, dtype))
+    assert check(result)
+    called = [node.target for node in result.graph.nodes if node.op == "call_function"]
+    assert called == [aten.gt.Scalar, aten.eq.Scalar, aten.masked_fill.Scalar]
+
+
+def test_a_comparison_in_another_precision_keeps_its_tensor() -> None:
+    gm = trace(lambda x: x > torch.full((), 0.1, dtype=torch.float64), torch.int64)
+    assert not Pipeline((MoveConstantsToDevice(),))(gm).modified
+
+
+def test_where_takes_its_scalars_from_the_device() -> None:
+    gm = trace(lambda x: aten.where(x > 0, x, torch.full((), -3.5)))
+    result = moved(gm)
+    assert check(result)
+    (full,) = result.graph.find_nodes(op="call_function", target=aten.full.default)
+    assert full.meta["val"].is_cuda
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_what_is_computed_on_the_cpu_keeps_its_bits() -> None:
+    def program(x: torch.Tensor, number: torch.Tensor) -> Any:
+        least = lifted(number).exp()
+        table = aten._to_copy(torch.linspace(0, 1, 3).exp(), device="cuda:0")
+        return aten.where(x > 0, x, least), x + table, x / torch.full((), 7.0).sqrt(), x >= least
+
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        gm = trace(program, dtype, number=torch.tensor(-0.3))
+        result = moved(gm)
+        assert check(result)
+        x = torch.randn(2, 3, device="cuda:0").to(dtype)
+        for before, after in zip(gm(x), result(x), strict=True):
+            assert before.dtype == after.dtype
+            assert torch.equal(before, after)
 
 
 def test_state_is_no_constant_unless_the_caller_says_so() -> None:
@@ -138,10 +188,14 @@ def test_a_graph_on_one_device_is_left_alone() -> None:
     assert not Pipeline((MoveConstantsToDevice(),))(gm).modified
 
 
-def test_floating_ranges_and_random_numbers_stay_where_their_bits_are_made() -> None:
+def test_random_numbers_stay_where_they_are_drawn() -> None:
     for function in (
-        lambda x: x + aten._to_copy(torch.arange(3.0), device="cuda:0"),
         lambda x: x + aten._to_copy(torch.rand(3), device="cuda:0"),
-        lambda x: x + aten._to_copy(torch.linspace(0, 1, 3), device="cuda:0"),
+        lambda x: x + aten._to_copy(torch.rand(3).exp(), device="cuda:0"),
     ):
         assert not Pipeline((MoveConstantsToDevice(),))(trace(function)).modified
+
+
+def test_what_is_large_is_not_computed_while_the_graph_is_rewritten() -> None:
+    gm = trace(lambda x: x + aten._to_copy(torch.linspace(0, 1, 5000)[:3], device="cuda:0"))
+    assert not Pipeline((MoveConstantsToDevice(),))(gm).modified

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import sys
@@ -397,6 +398,49 @@ def test_after_a_capture_that_raises_the_engine_is_as_before(
     assert gc.isenabled()
     assert pool.bytes_held() == held
     _assert_usable(engine, pool, device)
+
+
+@pytest.mark.parametrize(("region", "survives", "named"), [(_raising_op, 1, "fuse"), (_raising_op, 0, None)])
+def test_an_error_of_an_ops_own_names_it_if_it_comes_while_capturing(
+    region: Callable[..., Any], survives: int, named: str | None, engine: Engine, pool: Pool, device: str
+) -> None:
+    _fuse[0] = survives
+    with pytest.raises(OwnError) as caught:
+        engine.capture(pool, region, [torch.ones(10, device=device)], 1)
+    node = engines.blamed(caught.value)
+    assert (node and node.target) == (torch.ops.fxgraph_tests.fuse.default if named else None)
+    assert engines.blamed(OwnError()) is None
+
+
+@torch.library.custom_op("fxgraph_tests::quiet_wait", mutates_args=())
+def quiet_wait(x: torch.Tensor) -> torch.Tensor:
+    """An op that waits for the device and does not look at what CUDA says."""
+    result = x.clone()
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+    return result
+
+
+@quiet_wait.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("last", [False, True])
+def test_an_op_that_ends_a_capture_without_a_word_is_named(last: bool) -> None:
+    engine = engines.get("cuda")
+    x = torch.ones(10, device="cuda")
+
+    def region(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.ops.fxgraph_tests.quiet_wait.default(aten.sin.default(x))
+        return (y if last else aten.cos.default(y),)
+
+    with pytest.raises(RuntimeError) as caught:
+        engine.capture(engine.new_pool(x.device), region, [x], 1)
+    node = engines.blamed(caught.value)
+    assert node is not None
+    assert node.target is torch.ops.fxgraph_tests.quiet_wait.default
 
 
 @pytest.mark.cuda

@@ -43,7 +43,8 @@ def test_golden_text() -> None:
 %n_1 : i64[4] cpu = placeholder
 %add : f32[3] cpu = aten.add.Tensor(%x_1, %y_1)
 %add_1 : i64[4] cpu = aten.add.Tensor(%n_1, 1)
-%_foreach_copy__default = aten._foreach_copy_.default([%x_1, %n_1, %y_1], [%add, %add_1, %add])
+%copy__1 : i64[4] cpu = aten.copy_.default(%n_1, %add_1)
+%_foreach_copy__default = aten._foreach_copy_.default([%x_1, %y_1], [%add, %add])
 %mul : f32[3] cpu = aten.mul.Tensor(%add, 2)
 return %mul"""
     )
@@ -62,7 +63,19 @@ def groups(function: Callable[..., Any]) -> list[int]:
 
 CASES: dict[str, tuple[list[int], Callable[..., Any]]] = {
     "one alone": ([], lambda x, y, n: (x.copy_(y + 1), 3)[1]),
-    "a cast in one of them": ([2], lambda x, y, n: (x.copy_((y + 1).double()), n.copy_(n + 1), 3)[2]),
+    "a cast in one of them": ([], lambda x, y, n: (x.copy_((n[:3] + 1).double()), y.copy_(n[:3] + 1.5), 3)[2]),
+    "the same cast in both": (
+        [2],
+        lambda x, y, n: ((a := (n[:3] + 1).double()), x.copy_(a), y.copy_(a), 3)[3],
+    ),
+    "another dtype in between": (
+        [2],
+        lambda x, y, n: ((a := n[:3] + 1.5), x.copy_(a), n.copy_(n + 1), y.copy_(a), 3)[4],
+    ),
+    "a source that another dtype's copy writes": (
+        [],
+        lambda x, y, n: (x.copy_(y + 1), n[:3].copy_(x), y.copy_(n[:3]), 3)[3],
+    ),
     "a source that is another's target": ([], lambda x, y, n: (x.copy_(y), y.copy_(x + 1), 3)[2]),
     "a target that is an earlier one's source": ([], lambda x, y, n: (x.copy_(y), y.copy_(n[:3]), 3)[2]),
     "a swap through memory of its own": (

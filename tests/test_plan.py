@@ -372,3 +372,12 @@ def test_a_backward_of_some_outputs_starts_from_the_values_that_were_saved(funct
         gradients = dict(zip(partial.gradient_of, partial.graph(*saved, *tangents), strict=True))
         expected = torch.autograd.grad(used, [i for i in inputs if i.requires_grad], tangents, allow_unused=True)
         same([gradients.get(i) for i, t in enumerate(inputs) if t.requires_grad], list(expected))
+
+
+def test_what_is_written_back_into_inputs_is_copied_in_few_operators() -> None:
+    norms = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(4)]
+    plan, _, _ = make(nn.Sequential(*norms), torch.randn(5, 3))
+    targets = [node.target for node in plan.forward.graph.nodes]
+    assert targets.count(aten.copy_.default) == 0
+    assert targets.count(aten._foreach_copy_.default) == 2  # the statistics, the counters
+    assert len(plan.mutated) == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -231,6 +232,21 @@ def test_graphs_are_cut_where_gradients_come_back_to_an_output(
     torch.testing.assert_close(graphed(x, w), function(x, w), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("least", [2, 100])
+def test_an_output_that_feeds_another_one_can_be_differentiated_by_however_small_the_parts(
+    least: int, device: str
+) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.tanh()
+        return y, y.sum()
+
+    x = torch.randn(3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,), options={"min_region_ops": least})
+    y, total = graphed(x)
+    torch.testing.assert_close(torch.autograd.grad(total, y), (torch.ones(3, device=device),))
+    assert len(fxgraph.stats(graphed).captures) == 2
+
+
 # -- passes of the user's ---------------------------------------------------------------------------------------------
 
 
@@ -262,6 +278,95 @@ def test_passes_of_the_users_change_forward_and_backward(chosen: Any, entry: str
         module(x).square().sum().backward()
     for mine, its in zip(other.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
+
+
+def without_the_host(graph: fx.GraphModule) -> None:
+    """Compute on the device what a custom op computes on the host."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.fxgraph_tests.on_the_host.default):
+        node.target, node.args, node.kwargs = torch.mul, (node.args[0], 2), {}
+    graph.recompile()
+
+
+def without_counting(graph: fx.GraphModule) -> None:
+    """Put what has a fixed size in the place of a ``bincount``, as the rule's hint says."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.bincount):
+        with graph.graph.inserting_before(node):
+            rows = graph.graph.call_function(F.one_hot, (node.args[0], 2))
+            counts = graph.graph.call_function(torch.sum, (rows, 0))
+        node.replace_all_uses_with(counts)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def without_numbers(graph: fx.GraphModule) -> None:
+    """Multiply by the tensor in the place of its ``item()``."""
+    for node in graph.graph.find_nodes(op="call_method", target="item"):
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def with_counting(graph: fx.GraphModule) -> None:
+    """The other way round: put in what no graph can hold."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.relu):
+        node.target = torch.nonzero
+    graph.recompile()
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + torch.bincount((x.sum(1) > 0).long(), minlength=2)
+
+
+def by_its_maximum(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * x.abs().max().item()
+
+
+def through_the_host(x: torch.Tensor) -> torch.Tensor:
+    return on_the_host(x.sin()).cos()
+
+
+@pytest.mark.parametrize("choice", ["split", "eager", "error"])
+@pytest.mark.parametrize(
+    ("function", "chosen"),
+    [(through_the_host, without_the_host), (counted, without_counting), (by_its_maximum, without_numbers)],
+)
+def test_the_graph_is_judged_as_passes_of_the_users_leave_it(
+    function: Callable[..., Any], chosen: Any, choice: str, device: str
+) -> None:
+    x = torch.randn(4, 2, device=device)
+    graphed = fxgraph.make_graphed_callables(function, (x,), options={"passes": [chosen], "on_uncapturable": choice})
+    torch.testing.assert_close(graphed(x), function(x), rtol=0, atol=0)
+    stats = fxgraph.stats(graphed)
+    assert (stats.replays, stats.eager_calls, len(stats.captures)) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("choice", ["split", "eager", "error"])
+def test_so_is_the_graph_of_torch_compile(choice: str, device: str) -> None:
+    gc.collect()  # programs of tests before this one count until they are gone
+    x, before = torch.randn(4, 2, device=device), fxgraph.stats()
+    options = {"passes": [without_the_host], "on_uncapturable": choice}
+    graphed = torch.compile(through_the_host, backend="graphed", options=options)
+    torch.testing.assert_close(graphed(x), through_the_host(x), rtol=0, atol=0)
+    after = fxgraph.stats()
+    assert (after.replays - before.replays, after.eager_calls - before.eager_calls) == (1, 0)
+
+
+def test_what_a_pass_puts_in_is_refused(device: str) -> None:
+    x = torch.randn(4, 2, device=device)
+    options = {"passes": [with_counting], "on_uncapturable": "error"}
+    with pytest.raises(fxgraph.UncapturableError, match="nonzero") as caught:
+        fxgraph.make_graphed_callables(lambda x: torch.relu(x).shape[0] * x, (x,), options=options)
+    assert caught.value.id == "data-dependent-shape"
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_what_runs_eagerly_runs_as_the_passes_left_it(device: str) -> None:
+    x = torch.randn(4, 2, device=device)
+    options = {"passes": [relu_to_gelu], "on_uncapturable": "eager"}
+    graphed = fxgraph.make_graphed_callables(lambda x: counted(F.relu(x)), (x,), options=options)
+    torch.testing.assert_close(graphed(x), counted(F.gelu(x)), rtol=0, atol=0)
+    assert not fxgraph.stats(graphed).captures
+    assert fxgraph.stats(graphed).eager_calls == 1
 
 
 def drops_an_output(graph: fx.GraphModule) -> None:

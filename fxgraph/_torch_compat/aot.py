@@ -24,6 +24,8 @@ from .tracing import tracing
 
 OutputType = schemas.OutputType
 TangentAOTInput = descriptors.TangentAOTInput
+EffectTokens = (descriptors.ForwardTokenAOTInput, descriptors.BackwardTokenAOTInput)
+"""Inputs that AOTAutograd adds to keep ops with effects in order."""
 
 # torch decomposes these in Python while tracing (py_impl on a composite or autograd key) into ops that eager does not
 # run: other kernels, other rounding, other draws of the random generator. Without the Python entry the C++ kernel runs,
@@ -147,4 +149,13 @@ def view_again(base: torch.Tensor, like: torch.Tensor, requires_grad: bool, view
     return gen_alias_from_base(base, like, requires_grad, view_metas, replay_views=True)
 
 
-__all__ = ["OutputType", "TangentAOTInput", "eager_kernels", "export_joint", "extract", "partition", "view_again"]
+__all__ = [
+    "EffectTokens",
+    "OutputType",
+    "TangentAOTInput",
+    "eager_kernels",
+    "export_joint",
+    "extract",
+    "partition",
+    "view_again",
+]

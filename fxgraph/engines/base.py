@@ -142,6 +142,32 @@ class Engine(abc.ABC):
 
 
 @contextlib.contextmanager
+def blaming(node: fx.Node) -> Iterator[None]:
+    """What is raised inside while capturing is the op's own: it cannot be captured. (Running out of memory is not.)"""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        blame(error, node)
+        raise
+
+
+def blame(error: BaseException, node: fx.Node | None) -> None:
+    """Note on an error which op of a region it comes from, where that is known."""
+    setattr(error, _BLAMED, node)
+
+
+def blamed(error: BaseException | None) -> fx.Node | None:
+    """The op of a region whose own error this is; None for an error of the engine's, or of the device's."""
+    node: fx.Node | None = getattr(error, _BLAMED, None)
+    return node
+
+
+_BLAMED = "_fxgraph_blamed"
+
+
+@contextlib.contextmanager
 def exclusive() -> Iterator[None]:
     """One capture at a time in this process, without garbage collection (a collected graph would end the capture)."""
     with LOCK:

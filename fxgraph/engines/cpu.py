@@ -23,7 +23,17 @@ from torch.utils import _pytree as pytree
 from .._torch_compat import interpreter
 from .._torch_compat.autograd import kernels_only
 from .._torch_compat.interpreter import OperatorCall
-from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
+from .base import (
+    CapturedRegion,
+    Engine,
+    Pool,
+    Region,
+    aten_graph,
+    blaming,
+    empty_like_layout,
+    exclusive,
+    poison_value,
+)
 from .reuse import share_memory
 
 POISON = False
@@ -128,7 +138,8 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._needs_workspace = n.target is torch.ops.aten.mkldnn_rnn_layer.default and len(n.users) > _RNN_RESULTS
-        return super().run_node(n)
+        with blaming(n):
+            return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._needs_workspace:

@@ -23,7 +23,18 @@ from torch.utils import _pytree as pytree
 from passes.aliasing import Aliases
 
 from .._torch_compat.autograd import kernels_only
-from .base import CapturedRegion, Engine, Pool, Region, aten_graph, empty_like_layout, exclusive, poison_value
+from .base import (
+    CapturedRegion,
+    Engine,
+    Pool,
+    Region,
+    aten_graph,
+    blame,
+    blaming,
+    empty_like_layout,
+    exclusive,
+    poison_value,
+)
 
 
 class CudaPool(Pool):
@@ -148,13 +159,16 @@ def _record(pool: CudaPool, module: fx.GraphModule, inputs: Sequence[torch.Tenso
     """Capture on the current stream. ``thread_local``: what other threads do with CUDA meanwhile cannot spoil it."""
     graph = torch.cuda.CUDAGraph()
     own = _OwnMemory(pool)
+    router = _Router(module, own)
     try:
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        outputs = tuple(_Router(module, own).run(*inputs))
+        outputs = tuple(router.run(*inputs))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a region of views alone has no kernel
             graph.capture_end()
-    except BaseException:
+    except BaseException as error:
+        if _INVALIDATED in str(error):
+            blame(error, router.last_custom)
         own.leave()
         with contextlib.suppress(RuntimeError):
             graph.capture_end()  # raises again where the capture was invalidated; the first error is the one to tell
@@ -162,6 +176,11 @@ def _record(pool: CudaPool, module: fx.GraphModule, inputs: Sequence[torch.Tenso
         own.release()
         raise
     return CudaRegion(pool, graph, own, outputs)
+
+
+# An op that synchronises without looking at the result ends the capture; what comes after it raises this. torch's own
+# ops do look.
+_INVALIDATED = "operation failed due to a previous error during capture"
 
 
 class _OwnMemory:
@@ -208,13 +227,17 @@ class _Router(fx.Interpreter):
         super().__init__(module)
         self._own = own
         self._leaving = leaving(module)
+        self.last_custom: fx.Node | None = None  # the last op that is not torch's own
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.target is not operator.getitem:
             self._own.enter() if n in self._leaving else self._own.leave()
         elif n.op == "output":
             self._own.leave()
-        return super().run_node(n)
+        if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace not in ("aten", "prims"):
+            self.last_custom = n
+        with blaming(n):
+            return super().run_node(n)
 
 
 def leaving(module: fx.GraphModule) -> set[fx.Node]:

@@ -1,0 +1,210 @@
+"""Callables that are alike share one plan; whatever could make a difference keeps them apart."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxgraph
+from fxgraph import sharing, trace
+from fxgraph.graphed import GraphedCallable
+
+
+class Block(nn.Module):
+    def __init__(self, rate: float = 0.25, factor: float = 2.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(rate))
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.factor * self.body(x)
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every joint trace."""
+    made: list[Any] = []
+    original = trace.export
+
+    def export(*args: Any) -> trace.JointGraph:
+        made.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(trace, "export", export)
+    return made
+
+
+def plans(graphed: Any) -> list[Any]:
+    callables = [g if isinstance(g, GraphedCallable) else g.forward for g in graphed]
+    return [capture.plan for c in callables for program in c.programs() for capture in program.captures.values()]
+
+
+def train(blocks: Any, device: str) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    parameters = [p for block in blocks for p in block.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    seen = []
+    for _ in range(3):
+        x = torch.randn(5, 8, device=device)
+        optimizer.zero_grad()
+        for block in blocks:
+            x = block(x)
+        x.square().mean().backward()
+        optimizer.step()
+        seen.append(x.detach())
+    return [*seen, *[p.detach() for p in parameters], *[b for block in blocks for b in block.buffers()]]
+
+
+def test_equal_blocks_are_lowered_once_and_train_as_in_eager(exports: list[Any], device: str) -> None:
+    eager = tuple(Block().to(device) for _ in range(4))
+    sample = torch.randn(5, 8, device=device, requires_grad=True)
+    twins = copy.deepcopy(eager)
+    graphed = fxgraph.make_graphed_callables(twins, ((sample,),) * 4)
+    assert len(exports) == 1
+    assert len(set(map(id, plans(graphed)))) == 1
+    # The first block's input needs no gradient when it trains, so it is captured once more.
+    torch.testing.assert_close(train(graphed, device), train(eager, device), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+def test_equal_parts_are_lowered_once(exports: list[Any], device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos()
+        return (y + torch.bincount((y.sum(1) > 0).long(), minlength=2).sum()).tanh().exp()
+
+    x = torch.randn(3, 4, device=device)
+    first, second = fxgraph.make_graphed_callables((function, function), ((x,), (x,)))
+    assert len(exports) == 2  # before and after
+    torch.testing.assert_close((first(x), second(x)), (function(x), function(x)), rtol=0, atol=0)
+
+
+def frozen(block: Block) -> Block:
+    block.body[0].bias.requires_grad_(False)
+    return block
+
+
+def tied(block: Block) -> Block:
+    block.body[1].bias = block.body[1].weight
+    return block
+
+
+def transposed(block: Block) -> Block:
+    block.body[0].weight = nn.Parameter(torch.randn(8, 8).t())
+    return block
+
+
+def of_one_memory(block: Block) -> Block:
+    memory = torch.randn(16)
+    block.body[1].weight, block.body[1].bias = nn.Parameter(memory[:8]), nn.Parameter(memory[8:])
+    return block
+
+
+# What differs from Block(): the block, and a change of the sample.
+OTHERS: dict[str, tuple[Callable[[], Block], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "rate": (lambda: Block(rate=0.5), lambda x: x),
+    "constant": (lambda: Block(factor=3.0), lambda x: x),
+    "sign of a zero": (lambda: Block(factor=-0.0), lambda x: x),
+    "type of a constant": (lambda: Block(factor=2), lambda x: x),
+    "training": (lambda: Block().eval(), lambda x: x),
+    "frozen": (lambda: frozen(Block()), lambda x: x),
+    "tied": (lambda: tied(Block()), lambda x: x),
+    "strides": (lambda: transposed(Block()), lambda x: x),
+    "memory": (lambda: of_one_memory(Block()), lambda x: x),
+    "rows": (Block, lambda x: x[:4].clone()),
+    "a view of more": (Block, lambda x: torch.cat([x, x])[:5]),
+    "an offset": (Block, lambda x: torch.cat([x, x])[5:]),
+    "gradient of the input": (Block, lambda x: x.clone().requires_grad_()),
+    "no leaf": (Block, lambda x: x.clone().requires_grad_() * 1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_planned_by_itself(name: str, exports: list[Any]) -> None:
+    make, change = OTHERS[name]
+    x = torch.randn(5, 8)
+    base = Block(factor=0.0) if name == "sign of a zero" else Block()
+    graphed = fxgraph.make_graphed_callables((base, make()), ((x,), (change(x),)), allow_unused_input=True)
+    assert len(exports) == 2
+    first, second = plans(graphed)
+    assert first is not second
+
+
+def twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * y
+
+
+def test_inputs_that_share_memory_are_planned_by_themselves(exports: list[Any]) -> None:
+    x, y = torch.randn(4), torch.randn(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxgraph.EagerFallbackWarning)
+        fxgraph.make_graphed_callables((twice, twice, twice), ((x, y), (y, x), (x, x)))
+    assert len(exports) == 2
+
+
+@torch.library.custom_op("fxgraph_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+opaque.register_fake(torch.empty_like)
+
+
+class Shift(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def key(function: Callable[..., Any], *args: torch.Tensor) -> Any:
+    traced = trace.read(function, args, {})
+    assert traced.graph is not None
+    return sharing.key_of(traced.graph, traced.specs, traced.flat_inputs(args, {}))
+
+
+def test_what_is_not_torchs_own_has_no_key() -> None:
+    x = torch.randn(3)
+    assert key(lambda x: x.sin(), x) is not None
+    assert key(lambda x: opaque(x), x) is None
+    assert key(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False), x) is None
+    torch._dynamo.mark_dynamic(marked := torch.randn(3), 0)
+    assert key(lambda x: x.sin(), marked) is None
+
+
+def test_the_state_of_torch_is_part_of_the_key() -> None:
+    function = torch.nn.functional.relu
+    x = torch.randn(3)
+
+    def relu(x: torch.Tensor) -> torch.Tensor:
+        return function(x) * 2
+
+    plain = key(relu, x)
+    assert plain == key(relu, torch.randn(3))
+    with torch.no_grad():
+        assert key(relu, x) != plain
+    with torch.autocast("cpu", torch.bfloat16):
+        assert key(relu, x) != plain
+    with torch.backends.cudnn.flags(enabled=False):
+        assert key(relu, x) != plain
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert key(relu, x) != plain
+    finally:
+        torch.use_deterministic_algorithms(False)
+    traced = trace.read(relu, (x,), {})
+    assert traced.graph is not None
+    with Shift():
+        assert sharing.key_of(traced.graph, traced.specs, (x,)) is None
+
+
+def test_nothing_is_kept_past_the_call(exports: list[Any]) -> None:
+    x = torch.randn(5, 8)
+    (graphed,) = fxgraph.make_graphed_callables((Block(),), ((x,),))
+    assert graphed.forward.pools.plans is None
+    fxgraph.make_graphed_callables((Block(),), ((x,),))
+    assert len(exports) == 2
