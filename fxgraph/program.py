@@ -20,7 +20,7 @@ from torch import fx
 
 import passes
 
-from . import effects, engines, partial, plan, replay, trace, verifying, weight_casts
+from . import accumulate, effects, engines, partial, plan, replay, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -367,9 +367,13 @@ class Program:
         engine = engines.get(engines.name_for(self.options.engine, [device]))
         pool = self.pools.get(engine, device)
         live = [value for spec, value in zip(specs, tensors, strict=True) if spec.live]
-        return Capture(
+        capture = Capture(
             graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
         )
+        if self.options.grads == "in_graph" and (positions := accumulate.parameters_in_graph(planned, tensors)):
+            capture.accumulator = accumulate.Accumulator(planned, positions, tensors, engine, pool)
+            replay.look_at_restricted_backwards()
+        return capture
 
     def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
         report = passes.check(graph, rules)

@@ -1,0 +1,370 @@
+"""Gradients that the captured backward itself writes into ``.grad``: ``grads="in_graph"``.
+
+Note [Gradients in the graph]
+
+With ``grads="autograd"`` each parameter is an input of the autograd node, and the engine runs an ``AccumulateGrad`` for
+each: about ten microseconds a piece, however small the parameter. With ``grads="in_graph"`` a call's parameters are no
+inputs of its node. The backward region ends with what ``AccumulateGrad`` does: it writes each gradient into a *static
+gradient*, or adds to it where ``.grad`` is there already, and the replay sets ``.grad`` where it was None.
+
+* A parameter has one static gradient, whichever slots, captures and callables accumulate into it. While somebody else
+  holds its memory (``kept = p.grad; p.grad = None``) it is not written: it is left to its holder, and a new one
+  is made.
+* Which parameters have a ``.grad`` is the *pattern* of a backward. A slot has a region per pattern, captured when the
+  slot is next taken; a backward without one adds by hand, with one launch for all. So it does where a ``.grad`` is not
+  the static one (the user's own, another one's, one that was given other memory).
+* What ``AccumulateGrad`` gives, is given: written where ``.grad`` is None, ``grad + new`` in place where it is not, in
+  the parameter's layout, out of place with history under ``create_graph=True``, nothing where no gradient flows or the
+  parameter does not ask for one any more.
+* Hooks are ``AccumulateGrad``'s. A call whose parameters have hooks at its forward goes the ordinary way, and so does
+  one whose parameters are held by more than one graph (DistributedDataParallel hooks in C++, where nobody sees it); a
+  hook that comes between a forward and its backward is refused.
+
+Note [Asking for the gradients of parameters]
+
+A backward that is asked for some gradients only (``torch.autograd.grad``, ``backward(inputs=...)``) runs the nodes that
+lead to these, and a node whose parameters are no inputs leads to none of them. So such a backward is looked at before
+it starts: where its graph holds nodes of ours for a parameter that is asked for, the nodes' *anchors* are asked for
+too, and what the nodes give for the parameter is added to what the engine gives. An anchor is an input without values
+that each such node has; that the engine is going to come to it is also how a node knows that nothing in particular was
+asked for, and that it is to accumulate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.utils.dlpack import from_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._torch_compat.autograd import foreach_add_, foreach_copy_, hooked, kernels_only
+from ._torch_compat.storage import use_counts
+from .engines import Engine, Pool
+from .errors import ReplayError
+from .plan import Plan
+from .trace import InputKind, output_args
+
+Pattern = tuple[bool, ...]
+"""Which of the parameters have a ``.grad`` already."""
+
+CHUNK_TENSORS, CHUNK_BYTES = 64, 32 * 2**20
+"""How many gradients, of how much memory, a region keeps before it accumulates them in one launch."""
+
+
+class StaticGradient:
+    """The memory of one parameter's ``.grad``.
+
+    Attributes:
+        base: what is handed out are aliases of it.
+        storage, baseline: of the base, and its use count while nothing is handed out.
+        memory: for regions, and for writing by hand. It has a storage of its own over the same bytes, so that the use
+            count of the base's storage tells whether a user holds them, however many regions there are.
+        handed: what was last set as ``.grad``.
+        renewals: how often one of them has got other memory.
+    """
+
+    __slots__ = ("__weakref__", "base", "baseline", "handed", "memory", "storage")
+
+    renewals: ClassVar[int] = 0
+
+    def __init__(self, engine: Engine, pool: Pool, parameter: torch.Tensor) -> None:
+        self.renew(engine, pool, parameter)
+
+    def renew(self, engine: Engine, pool: Pool, parameter: torch.Tensor) -> None:
+        """Leave the memory to whoever holds it, and go on with other memory."""
+        with kernels_only():
+            like = parameter.detach()
+            if like.stride() != _gradient_strides(like):
+                like = like.contiguous()
+            self.base = engine.empty(pool, like)
+            self.memory = from_dlpack(self.base.detach())
+        self.handed: torch.Tensor | None = None
+        self.storage = self.base.untyped_storage()
+        (self.baseline,) = use_counts([self.storage])
+        StaticGradient.renewals += 1
+
+    def fits(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter's gradient would look like this."""
+        own = self.base
+        return (own.dtype, own.device, own.size()) == (
+            parameter.dtype,
+            parameter.device,
+            parameter.size(),
+        ) and own.stride() == _gradient_strides(parameter)
+
+
+def _gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The layout that torch promises for gradients: the parameter's where that leaves no gaps, else contiguous."""
+    dense = torch.empty_like(parameter, device="meta").stride()
+    return dense if dense == parameter.stride() else torch.empty(parameter.size(), device="meta").stride()
+
+
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter -> weak reference to its static gradient, which lives as long as a capture writes it."""
+
+
+def _static_gradient(engine: Engine, pool: Pool, parameter: torch.Tensor) -> StaticGradient:
+    known = _KNOWN.get(parameter)
+    static: StaticGradient | None = known() if known is not None else None
+    if static is None or not static.fits(parameter):
+        static = StaticGradient(engine, pool, parameter)
+        _KNOWN[parameter] = weakref.ref(static)
+    return static
+
+
+def is_accumulated(tensor: torch.Tensor) -> bool:
+    """Whether some capture writes this tensor's ``.grad``."""
+    known = _KNOWN.get(tensor)
+    return known is not None and known() is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where static gradients lie, in lists that are quick to compare."""
+
+    renewals: int
+    memory: list[torch.Tensor]
+    addresses: list[int]
+    strides: list[tuple[int, ...]]
+    storages: list[torch.UntypedStorage]
+    baselines: list[int]
+
+    @classmethod
+    def of(cls, statics: Sequence[StaticGradient]) -> _Places:
+        return cls(
+            StaticGradient.renewals,
+            [static.memory for static in statics],
+            [static.base.data_ptr() for static in statics],
+            [static.base.stride() for static in statics],
+            [static.storage for static in statics],
+            [static.baseline for static in statics],
+        )
+
+
+class Accumulator:
+    """The parameters whose gradients a capture's backward accumulates, and where.
+
+    Attributes:
+        positions: which of ``plan.gradient_of`` they are.
+        others: the rest of these.
+        anchor: see Note [Asking for the gradients of parameters].
+    """
+
+    def __init__(
+        self, plan: Plan, positions: Sequence[int], inputs: Sequence[torch.Tensor], engine: Engine, pool: Pool
+    ) -> None:
+        self.plan, self._engine, self._pool = plan, engine, pool
+        self.positions = tuple(positions)
+        self.others = tuple(k for k in range(len(plan.gradient_of)) if k not in set(positions))
+        self._indices = [plan.gradient_of[k] for k in positions]
+        parameters = self.parameters(inputs)
+        self._references = [weakref.ref(parameter) for parameter in parameters]
+        self.statics = [_static_gradient(engine, pool, parameter) for parameter in parameters]
+        self._known_places: _Places | None = None
+        with torch.inference_mode(False):
+            self.anchor = torch.empty(0, device=parameters[0].device, requires_grad=True)
+
+    @property
+    def nothing_there(self) -> Pattern:
+        """The pattern of the first backward after ``zero_grad()``."""
+        return (False,) * len(self.positions)
+
+    def parameters(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those among the inputs of a call."""
+        return [inputs[i] for i in self._indices]
+
+    def belongs_to(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether it is for these very tensors: others can lie at the same addresses."""
+        return all(map(operator.is_, parameters, [reference() for reference in self._references]))
+
+    def again(self, inputs: Sequence[torch.Tensor]) -> Accumulator:
+        """The same for other tensors at the same addresses."""
+        return Accumulator(self.plan, self.positions, inputs, self._engine, self._pool)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Of the static gradients: the same list as long as they are the same."""
+        return self._places().memory
+
+    def _places(self) -> _Places:
+        if self._known_places is None or self._known_places.renewals != StaticGradient.renewals:
+            self._known_places = _Places.of(self.statics)
+        return self._known_places
+
+    def pattern(self, parameters: Sequence[torch.Tensor]) -> Pattern | None:
+        """Which of them have a static gradient as ``.grad``, where the others' may be written.
+
+        None where a region cannot do what is to be done.
+
+        Raises:
+            ReplayError: ``hook-after-forward``.
+        """
+        refuse_hooks(parameters)
+        if not all(parameter.requires_grad and parameter.is_leaf for parameter in parameters):
+            return None
+        places = self._places()
+        grads = [parameter.grad for parameter in parameters]
+        there = tuple([grad is not None for grad in grads])
+        ours = [grad for grad in grads if grad is not None]
+        if ours and not (
+            all(map(operator.is_, ours, [static.handed for static in itertools.compress(self.statics, there)]))
+            and [grad.data_ptr() for grad in ours] == list(itertools.compress(places.addresses, there))
+            and [grad.stride() for grad in ours] == list(itertools.compress(places.strides, there))
+        ):
+            return None
+        missing = [k for k, is_there in enumerate(there) if not is_there] if len(ours) < len(there) else []
+        return there if self._may_write(missing, parameters) else None
+
+    def _may_write(self, missing: Sequence[int], parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether nobody holds these static gradients; those that somebody holds are new ones afterwards."""
+        places = self._places()
+        for k in missing:
+            self.statics[k].handed = None
+        counts = use_counts([places.storages[k] for k in missing])
+        if counts == [places.baselines[k] for k in missing]:
+            return True
+        for k, count in zip(missing, counts, strict=True):
+            if count != places.baselines[k]:
+                self.statics[k].renew(self._engine, self._pool, parameters[k])
+        return False
+
+    def hand_out(self, parameters: Sequence[torch.Tensor], there: Pattern) -> None:
+        """After a region has run: set the gradients that it has written, count a version of those it has added to."""
+        grown: list[torch.Tensor] = []
+        for parameter, static, is_there in zip(parameters, self.statics, there, strict=True):
+            if is_there and parameter.grad is not None:
+                grown.append(parameter.grad)
+            else:
+                parameter.grad = static.handed = static.base.data  # its versions count from 0, as a new gradient's do
+        if grown:
+            torch.autograd.graph.increment_version(grown)
+
+    def add(self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+        """What ``AccumulateGrad`` does with these gradients, by hand.
+
+        Args:
+            parameters: in the order of ``positions``.
+            values: in the order of ``plan.gradient_of``; None where there is nothing to add.
+        Raises:
+            ReplayError: ``hook-after-forward``.
+        """
+        refuse_hooks(parameters)
+        written: list[tuple[int, torch.Tensor]] = []
+        grown: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for k, (parameter, position) in enumerate(zip(parameters, self.positions, strict=True)):
+            value = values[position]
+            if value is None or not parameter.requires_grad:
+                continue
+            if not parameter.is_leaf:
+                raise RuntimeError("leaf variable has been moved into the graph interior")  # as autograd has it
+            grad = parameter.grad
+            if torch.is_grad_enabled():
+                parameter.grad = _laid_out(value, self.statics[k]) if grad is None else _sum(grad, value)
+            elif grad is None:
+                written.append((k, value))
+            elif grad.layout is not torch.strided:
+                parameter.grad = _sum(grad, value)
+            else:
+                grown.append((grad, value))
+            del grad
+        self._may_write([k for k, _ in written], parameters)
+        foreach_copy_([self.statics[k].memory for k, _ in written], [value for _, value in written])
+        foreach_add_([grad for grad, _ in grown], [value for _, value in grown])
+        for k, _ in written:
+            parameters[k].grad = self.statics[k].handed = self.statics[k].base.data
+
+
+def _laid_out(value: torch.Tensor, static: StaticGradient) -> torch.Tensor:
+    """A copy with the layout of a gradient, and with history."""
+    return value.new_empty_strided(value.size(), static.base.stride()).copy_(value)
+
+
+def _sum(grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return grad + value if grad.layout is torch.strided else value + grad
+
+
+def refuse_hooks(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise where a parameter has got hooks after the forward.
+
+    Raises:
+        ReplayError: ``hook-after-forward``.
+    """
+    if not hooked(parameters):
+        return
+    raise ReplayError(
+        "hook-after-forward",
+        "a parameter has got a hook between a forward and its backward, with grads='in_graph'",
+        where=", ".join(f"a parameter of shape {tuple(p.shape)}" for p in parameters if hooked([p])),
+        observed="a hook of the parameter, or of the node that accumulates its gradient, new since the forward",
+        expected="hooks that are registered before the forward, which then goes the ordinary way",
+        hint="register the hook earlier, or use grads='autograd'",
+    )
+
+
+def accumulating_graph(backward: fx.GraphModule, accumulator: Accumulator, there: Pattern) -> fx.GraphModule:
+    """The backward with the accumulation at its end; it takes the static gradients after its other inputs.
+
+    Its outputs are the gradients of ``accumulator.others``. Gradients are accumulated several at once, and soon: what a
+    region keeps until its end is memory.
+    """
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(backward.graph, copied)
+    results = output_args(backward)
+    *_, last_input = graph.find_nodes(op="placeholder")
+    targets: dict[fx.Node, list[tuple[fx.Node, bool]]] = {}
+    for number, (position, static, is_there) in enumerate(
+        zip(accumulator.positions, accumulator.statics, there, strict=True)
+    ):
+        with graph.inserting_after(last_input):
+            last_input = graph.placeholder(f"static_gradient_{number}")
+        last_input.meta["val"] = (
+            results[position].meta["val"].new_empty_strided(static.memory.size(), static.base.stride())
+        )
+        targets.setdefault(copied[results[position]], []).append((last_input, is_there))
+    waiting: dict[tuple[Any, ...], list[tuple[fx.Node, fx.Node]]] = {}
+
+    def accumulate(key: tuple[Any, ...]) -> None:
+        pairs = waiting.pop(key)
+        op = torch.ops.aten._foreach_add_.List if key[0] else torch.ops.aten._foreach_copy_.default
+        graph.call_function(op, ([target for target, _ in pairs], [value for _, value in pairs]))
+
+    for node in list(graph.nodes):
+        for target, is_there in targets.get(node, ()):
+            value = node.meta["val"]
+            # One launch takes tensors of one type, each pair of one layout.
+            key = (is_there, value.dtype, value.stride() == target.meta["val"].stride())
+            group = waiting.setdefault(key, [])
+            group.append((target, node))
+            if len(group) >= CHUNK_TENSORS or sum(v.meta["val"].nbytes for _, v in group) >= CHUNK_BYTES:
+                with graph.inserting_after(node):
+                    accumulate(key)
+    for key in list(waiting):
+        accumulate(key)
+    graph.output(tuple(copied[results[k]] for k in accumulator.others))
+    return fx.GraphModule(backward, graph)
+
+
+def parameters_in_graph(plan: Plan, inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Which of ``plan.gradient_of`` a region can accumulate: those of leaves, with gradients that look like them."""
+    if plan.backward is None:
+        return []
+    found = []
+    for k, (i, node) in enumerate(zip(plan.gradient_of, output_args(plan.backward), strict=True)):
+        parameter, gradient = inputs[i], node.meta["val"]
+        if (
+            plan.inputs[i].kind is InputKind.PARAMETER
+            and parameter.is_leaf
+            and gradient.layout == parameter.layout == torch.strided
+            and (gradient.dtype, gradient.size()) == (parameter.dtype, parameter.size())
+            and parameter.grad_dtype == parameter.dtype
+        ):
+            found.append(k)
+    return found
