@@ -19,15 +19,6 @@ gradient*, or adds to it where ``.grad`` is there already, and the replay sets `
 * Hooks are ``AccumulateGrad``'s. A call whose parameters have hooks at its forward goes the ordinary way, and so does
   one whose parameters are held by more than one graph (DistributedDataParallel hooks in C++, where nobody sees it); a
   hook that comes between a forward and its backward is refused.
-
-Note [Asking for the gradients of parameters]
-
-A backward that is asked for some gradients only (``torch.autograd.grad``, ``backward(inputs=...)``) runs the nodes that
-lead to these, and a node whose parameters are no inputs leads to none of them. So such a backward is looked at before
-it starts: where its graph holds nodes of ours for a parameter that is asked for, the nodes' *anchors* are asked for
-too, and what the nodes give for the parameter is added to what the engine gives. An anchor is an input without values
-that each such node has; that the engine is going to come to it is also how a node knows that nothing in particular was
-asked for, and that it is to accumulate.
 """
 
 from __future__ import annotations
@@ -154,7 +145,6 @@ class Accumulator:
     Attributes:
         positions: which of ``plan.gradient_of`` they are.
         others: the rest of these.
-        anchor: see Note [Asking for the gradients of parameters].
     """
 
     def __init__(
@@ -168,13 +158,20 @@ class Accumulator:
         self._references = [weakref.ref(parameter) for parameter in parameters]
         self.statics = [_static_gradient(engine, pool, parameter) for parameter in parameters]
         self._known_places: _Places | None = None
-        with torch.inference_mode(False):
-            self.anchor = torch.empty(0, device=parameters[0].device, requires_grad=True)
+        self._device = parameters[0].device
 
     @property
     def nothing_there(self) -> Pattern:
         """The pattern of the first backward after ``zero_grad()``."""
         return (False,) * len(self.positions)
+
+    def new_anchor(self) -> torch.Tensor:
+        """See Note [Asking for the gradients of parameters] in ``asking.py``.
+
+        Each call has its own. For the engine makes the caller's stream wait for those on which leaves are come to, and
+        the node of a leaf belongs to the stream on which it was made: here the forward's.
+        """
+        return torch.empty(0, device=self._device, requires_grad=True)
 
     def parameters(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those among the inputs of a call."""
@@ -288,6 +285,20 @@ def _laid_out(value: torch.Tensor, static: StaticGradient) -> torch.Tensor:
 
 def _sum(grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return grad + value if grad.layout is torch.strided else value + grad
+
+
+class Request:
+    """What a backward was asked for of a call's parameters; see ``asking.py``.
+
+    Attributes:
+        wanted: which of ``plan.gradient_of``.
+        accumulates: into ``.grad``, or else to be given back.
+        found: the gradients that are to be given back, in the order of ``plan.gradient_of``.
+    """
+
+    def __init__(self, wanted: Sequence[int], accumulates: bool) -> None:
+        self.wanted, self.accumulates = wanted, accumulates
+        self.found: Sequence[torch.Tensor | None] = ()
 
 
 def refuse_hooks(parameters: Sequence[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 
 import passes
 
-from . import accumulate, effects, engines, partial, plan, replay, trace, verifying, weight_casts
+from . import accumulate, asking, effects, engines, partial, plan, replay, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -372,7 +372,7 @@ class Program:
         )
         if self.options.grads == "in_graph" and (positions := accumulate.parameters_in_graph(planned, tensors)):
             capture.accumulator = accumulate.Accumulator(planned, positions, tensors, engine, pool)
-            replay.look_at_restricted_backwards()
+            asking.look_at_backwards()
         return capture
 
     def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:

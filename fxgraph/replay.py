@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch_compat import aot, backward_entry
+from ._torch_compat import aot
 from ._torch_compat.autograd import (
     is_batched,
     keep_graph,
@@ -24,7 +24,7 @@ from ._torch_compat.autograd import (
     transforms_active,
     will_run,
 )
-from .accumulate import Accumulator, is_accumulated, refuse_hooks
+from .accumulate import Accumulator, Request, refuse_hooks
 from .engines.base import empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
@@ -44,8 +44,8 @@ class Call:
     """
 
     __slots__ = (
-        *("accumulated", "accumulator", "capture", "edges", "handed", "inputs", "lease", "live", "parameters"),
-        *("program", "random_state", "request", "slot", "twin", "versions", "with_history"),
+        *("accumulated", "accumulator", "anchor", "capture", "edges", "handed", "inputs", "lease", "live"),
+        *("parameters", "program", "random_state", "request", "slot", "twin", "versions", "with_history"),
     )
 
     def __init__(
@@ -66,14 +66,16 @@ class Call:
         self.parameters: list[torch.Tensor] = []
         self.accumulated: Sequence[int] = ()
         self.request: Request | None = None
+        self.anchor: torch.Tensor | None = None
         if self.accumulator is not None:
             self.edges, self.parameters = self.accumulator.others, self.accumulator.parameters(inputs)
+            self.anchor = self.accumulator.new_anchor()
 
     def differentiable(self) -> list[torch.Tensor]:
         """The inputs of the autograd node."""
         gradient_of, inputs = self.capture.plan.gradient_of, self.inputs
         found = [inputs[gradient_of[k]] for k in self.edges]
-        return found if self.accumulator is None else [*found, self.accumulator.anchor]
+        return found if self.anchor is None else [*found, self.anchor]
 
     def begin_backward(self, ctx: Any) -> None:
         """Find out what becomes of the parameters' gradients in this backward."""
@@ -168,92 +170,6 @@ def _wanted(call: Call, ctx: Any) -> list[int]:
     """The gradients that this backward was asked for, as indices into ``plan.gradient_of``."""
     edges = zip(call.edges, ctx.next_functions, strict=False)
     return [*[k for k, (node, _) in edges if node is not None and will_run(node)], *call.accumulated]
-
-
-class Request:
-    """What a backward was asked for of the parameters of a call; see Note [Asking for the gradients of parameters].
-
-    Attributes:
-        wanted: which of ``plan.gradient_of``.
-        accumulates: into ``.grad``, or else to be given back.
-        found: the gradients that are to be given back.
-    """
-
-    def __init__(self, wanted: Sequence[int], accumulates: bool) -> None:
-        self.wanted, self.accumulates = wanted, accumulates
-        self.found: list[torch.Tensor | None] = []
-
-
-def look_at_restricted_backwards() -> None:
-    """From now on ``torch.autograd.grad`` and ``backward(inputs=...)`` find parameters that are no inputs of a node."""
-    backward_entry.around_restricted(_restricted)
-
-
-def _restricted(
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
-    create_graph: bool,
-    allow_unused: bool,
-    accumulates: bool,
-    engine: backward_entry.Engine,
-) -> Any:
-    asked = [
-        tensor if isinstance(tensor, torch.Tensor) else getattr(tensor.node, "variable", None) for tensor in inputs
-    ]
-    if not any(tensor is not None and is_accumulated(tensor) for tensor in asked):
-        return engine((), allow_unused)
-    place = {id(tensor): i for i, tensor in enumerate(asked) if tensor is not None}
-    places: list[tuple[Call, list[tuple[int, int]]]] = []
-    for call in _accumulating_calls(outputs):
-        assert call.accumulator is not None, "only such calls are found"
-        known = zip(call.accumulator.positions, call.parameters, strict=True)
-        found = [(k, place[id(parameter)]) for k, parameter in known if id(parameter) in place]
-        if found:
-            places.append((call, found))
-    if not places:
-        return engine((), allow_unused)
-    try:
-        for call, found in places:
-            call.request = Request([k for k, _ in found], accumulates)
-        anchors = {id(a): a for call, _ in places if call.accumulator for a in [call.accumulator.anchor]}
-        result = list(engine(list(anchors.values()), True) or ())
-        if accumulates:
-            return None
-        for call, found in places:
-            assert call.request is not None, "set above"
-            for k, i in found:
-                value = call.request.found[k] if call.request.found else None
-                if value is not None:
-                    with torch.set_grad_enabled(create_graph):
-                        known_so_far = result[i]
-                        result[i] = value if known_so_far is None else known_so_far + value
-    finally:
-        for call, _ in places:
-            call.request = None
-    result = result[: len(inputs)]
-    if not allow_unused and any(value is None for value in result):
-        raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. "
-            "Set allow_unused=True if this is the desired behavior."
-        )
-    return tuple(result)
-
-
-def _accumulating_calls(outputs: Sequence[Any]) -> list[Call]:
-    """The calls of which a graph holds nodes without edges to their parameters."""
-    waiting = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
-    seen, found = set(waiting), []
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        call = getattr(node, "call", None)
-        if isinstance(call, Call) and call.accumulator is not None:
-            found.append(call)
-        following = {node for node, _ in node.next_functions} - seen
-        seen |= following
-        waiting += following
-    return found
 
 
 def _changed_in_place(tensor: torch.Tensor, version: int, what: str) -> RuntimeError:

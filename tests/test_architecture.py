@@ -35,12 +35,14 @@ MAY: dict[str, set[str]] = {
     "accumulate": {"engines", "plan", "trace", "_torch_compat", "errors"},
     "slots": {"accumulate", "engines", "signature", "plan", "trace", "_torch_compat", "errors"},
     "replay": {"accumulate", "slots", "partial", "plan", "trace", "engines", "_torch_compat", "errors"},
+    "asking": {"replay", "accumulate", "_torch_compat"},
     "verifying": {"replay", "slots", "plan", "trace", "errors", "_torch_compat"},
     "program": {
         *(
             "verifying",
             "replay",
             "accumulate",
+            "asking",
             "partial",
             "effects",
             "slots",

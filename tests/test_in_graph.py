@@ -102,9 +102,7 @@ def only(there: bool, count: int = 4) -> accumulate.Pattern:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_a_training_loop(
-    device: str, in_graph: list[Any], optimizer: Any, grad: bool, set_to_none: bool
-) -> None:
+def test_a_training_loop(device: str, in_graph: list[Any], optimizer: Any, grad: bool, set_to_none: bool) -> None:
     twins = twins_of(Net(), device, rows(device, grad=grad))
     for side in (twins.eager, twins.graphed):
         side.optimizer = optimizer(side.module.parameters(), lr=0.1)
@@ -679,7 +677,7 @@ def test_an_old_loss_of_eagers_does_not_keep_gradients_out_of_the_graph(device: 
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("given", ["parameters", "one", "with the input", "the input"])
+@pytest.mark.parametrize("given", ["parameters", "one", "twice", "with the input", "the input"])
 def test_gradients_that_are_asked_for(device: str, given: str, create_graph: bool) -> None:
     twins = twins_of(Net(), device, rows(device, grad=True))
 
@@ -689,6 +687,7 @@ def test_gradients_that_are_asked_for(device: str, given: str, create_graph: boo
         wanted = {
             "parameters": parameters(side),
             "one": parameters(side)[2:3],
+            "twice": [parameters(side)[2], parameters(side)[0], parameters(side)[2]],
             "with the input": [parameters(side)[1], x, parameters(side)[0]],
             "the input": [x],
         }[given]
