@@ -16,6 +16,8 @@ gradient*, or adds to it where ``.grad`` is there already, and the replay sets `
 * What ``AccumulateGrad`` gives, is given: written where ``.grad`` is None, ``grad + new`` in place where it is not, in
   the parameter's layout, out of place with history under ``create_graph=True``, nothing where no gradient flows or the
   parameter does not ask for one any more.
+* A parameter that is used outside of the callable too, in the same backward, has an ``AccumulateGrad`` that will run,
+  on a stream of its own. It is given our gradient as well.
 * Hooks are ``AccumulateGrad``'s. A call whose parameters have hooks at its forward goes the ordinary way, and so does
   one whose parameters are held by more than one graph (DistributedDataParallel hooks in C++, where nobody sees it); a
   hook that comes between a forward and its backward is refused.
@@ -35,7 +37,7 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._torch_compat.autograd import foreach_add_, foreach_copy_, hooked, kernels_only
+from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, foreach_copy_, hooked, kernels_only
 from ._torch_compat.storage import use_counts
 from .engines import Engine, Pool
 from .errors import ReplayError
@@ -96,6 +98,9 @@ def _gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     dense = torch.empty_like(parameter, device="meta").stride()
     return dense if dense == parameter.stride() else torch.empty(parameter.size(), device="meta").stride()
 
+
+_LAST: dict[torch.device, object] = {}
+"""By what static gradients were last written (:meth:`Engine.after`): all of a device's come after each other."""
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> weak reference to its static gradient, which lives as long as a capture writes it."""
@@ -206,6 +211,8 @@ class Accumulator:
         refuse_hooks(parameters)
         if not all(parameter.requires_grad and parameter.is_leaf for parameter in parameters):
             return None
+        if any(accumulated_elsewhere(parameters)):
+            return None
         places = self._places()
         grads = [parameter.grad for parameter in parameters]
         there = tuple([grad is not None for grad in grads])
@@ -217,7 +224,14 @@ class Accumulator:
         ):
             return None
         missing = [k for k, is_there in enumerate(there) if not is_there] if len(ours) < len(there) else []
-        return there if self._may_write(missing, parameters) else None
+        if not self._may_write(missing, parameters):
+            return None
+        self._in_order()
+        return there
+
+    def _in_order(self) -> None:
+        """What comes next in the current stream comes after what static gradients were last written by."""
+        _LAST[self._device] = self._engine.after(self._device, _LAST.get(self._device))
 
     def _may_write(self, missing: Sequence[int], parameters: Sequence[torch.Tensor]) -> bool:
         """Whether nobody holds these static gradients; those that somebody holds are new ones afterwards."""
@@ -253,6 +267,9 @@ class Accumulator:
             ReplayError: ``hook-after-forward``.
         """
         refuse_hooks(parameters)
+        self._in_order()
+        handed_over: list[tuple[torch.Tensor, torch.Tensor]] = []
+        elsewhere = accumulated_elsewhere(parameters)
         written: list[tuple[int, torch.Tensor]] = []
         grown: list[tuple[torch.Tensor, torch.Tensor]] = []
         for k, (parameter, position) in enumerate(zip(parameters, self.positions, strict=True)):
@@ -261,6 +278,9 @@ class Accumulator:
                 continue
             if not parameter.is_leaf:
                 raise RuntimeError("leaf variable has been moved into the graph interior")  # as autograd has it
+            if elsewhere[k]:
+                handed_over.append((parameter, value))
+                continue
             grad = parameter.grad
             if torch.is_grad_enabled():
                 parameter.grad = _laid_out(value, self.statics[k]) if grad is None else _sum(grad, value)
@@ -276,6 +296,9 @@ class Accumulator:
         foreach_add_([grad for grad, _ in grown], [value for _, value in grown])
         for k, _ in written:
             parameters[k].grad = self.statics[k].handed = self.statics[k].base.data
+        if handed_over:  # a backward inside of the backward
+            leaves, gradients = zip(*handed_over, strict=True)
+            torch.autograd.backward(leaves, gradients, create_graph=torch.is_grad_enabled())
 
 
 def _laid_out(value: torch.Tensor, static: StaticGradient) -> torch.Tensor:
@@ -376,6 +399,7 @@ def parameters_in_graph(plan: Plan, inputs: Sequence[torch.Tensor]) -> list[int]
             and gradient.layout == parameter.layout == torch.strided
             and (gradient.dtype, gradient.size()) == (parameter.dtype, parameter.size())
             and parameter.grad_dtype == parameter.dtype
+            and sum(tensor is parameter for tensor in inputs) == 1
         ):
             found.append(k)
     return found

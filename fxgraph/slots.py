@@ -307,6 +307,8 @@ class Capture:
         if watched(parameters):
             return None
         if not self.accumulator.belongs_to(parameters):
+            if len({id(parameter) for parameter in parameters}) < len(parameters):
+                return None
             self.accumulator = self.accumulator.again(inputs)
         return self.accumulator
 
@@ -353,7 +355,8 @@ class Capture:
     def __str__(self) -> str:
         ops = sum(node.op == "call_function" for node in self.plan.forward.graph.nodes)
         regions = "forward" if self.plan.backward is None else "forward and backward"
-        return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays"
+        inside = f", {len(self.accumulator.positions)} gradients in the graph" if self.accumulator is not None else ""
+        return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays{inside}"
 
 
 def _roots(tensors: Sequence[torch.Tensor]) -> list[int]:

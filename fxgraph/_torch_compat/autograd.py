@@ -71,13 +71,22 @@ def watched(parameters: Sequence[torch.Tensor]) -> bool:
     return max(_holders(parameters), default=0) > 2  # Python, and a node
 
 
+def accumulated_elsewhere(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Inside a backward, for each of these leaves: will the engine run its ``AccumulateGrad``?"""
+    return [count > 1 and will_run(_node_of(p)) for p, count in zip(parameters, _holders(parameters), strict=True)]
+
+
+def _node_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def _holders(tensors: Sequence[torch.Tensor]) -> list[int]:
     """For each, how many hold it: all of Python counts as one."""
     return list(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
 
 
 def _node_hooked(parameter: torch.Tensor) -> bool:
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    node = _node_of(parameter)
     # All hooks of a kind are in one dict, which a new one tells.
     handles = [node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)]
     found = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)
