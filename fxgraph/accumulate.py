@@ -80,7 +80,7 @@ class StaticGradient:
             self.memory = from_dlpack(self.base.detach())
         self.handed: torch.Tensor | None = None
         self.storage = self.base.untyped_storage()
-        (self.baseline,) = use_counts([self.storage])
+        (self.baseline,) = use_counts([self.storage._cdata])
         StaticGradient.renewals += 1
 
     def fits(self, parameter: torch.Tensor) -> bool:
@@ -129,7 +129,7 @@ class _Places:
     memory: list[torch.Tensor]
     addresses: list[int]
     strides: list[tuple[int, ...]]
-    storages: list[torch.UntypedStorage]
+    storages: list[int]
     baselines: list[int]
 
     @classmethod
@@ -139,7 +139,7 @@ class _Places:
             [static.memory for static in statics],
             [static.base.data_ptr() for static in statics],
             [static.base.stride() for static in statics],
-            [static.storage for static in statics],
+            [static.storage._cdata for static in statics],
             [static.baseline for static in statics],
         )
 
@@ -209,9 +209,9 @@ class Accumulator:
             ReplayError: ``hook-after-forward``.
         """
         refuse_hooks(parameters)
-        if not all(parameter.requires_grad and parameter.is_leaf for parameter in parameters):
+        if not all([parameter.requires_grad and parameter.is_leaf for parameter in parameters]):  # noqa: C419  # quicker
             return None
-        if any(accumulated_elsewhere(parameters)):
+        if accumulated_elsewhere(parameters):
             return None
         places = self._places()
         grads = [parameter.grad for parameter in parameters]
@@ -223,8 +223,7 @@ class Accumulator:
             and [grad.stride() for grad in ours] == list(itertools.compress(places.strides, there))
         ):
             return None
-        missing = [k for k, is_there in enumerate(there) if not is_there] if len(ours) < len(there) else []
-        if not self._may_write(missing, parameters):
+        if not self._may_write([k for k, is_there in enumerate(there) if not is_there], parameters):
             return None
         self._in_order()
         return there
@@ -238,11 +237,14 @@ class Accumulator:
         places = self._places()
         for k in missing:
             self.statics[k].handed = None
-        counts = use_counts([places.storages[k] for k in missing])
-        if counts == [places.baselines[k] for k in missing]:
+        storages, baselines = places.storages, places.baselines
+        if len(missing) < len(storages):
+            storages, baselines = [storages[k] for k in missing], [baselines[k] for k in missing]
+        counts = use_counts(storages)
+        if counts == baselines:
             return True
-        for k, count in zip(missing, counts, strict=True):
-            if count != places.baselines[k]:
+        for k, count, baseline in zip(missing, counts, baselines, strict=True):
+            if count != baseline:
                 self.statics[k].renew(self._engine, self._pool, parameters[k])
         return False
 
@@ -269,7 +271,7 @@ class Accumulator:
         refuse_hooks(parameters)
         self._in_order()
         handed_over: list[tuple[torch.Tensor, torch.Tensor]] = []
-        elsewhere = accumulated_elsewhere(parameters)
+        elsewhere = {id(parameter) for parameter in accumulated_elsewhere(parameters)}
         written: list[tuple[int, torch.Tensor]] = []
         grown: list[tuple[torch.Tensor, torch.Tensor]] = []
         for k, (parameter, position) in enumerate(zip(parameters, self.positions, strict=True)):
@@ -278,7 +280,7 @@ class Accumulator:
                 continue
             if not parameter.is_leaf:
                 raise RuntimeError("leaf variable has been moved into the graph interior")  # as autograd has it
-            if elsewhere[k]:
+            if id(parameter) in elsewhere:
                 handed_over.append((parameter, value))
                 continue
             grad = parameter.grad

@@ -580,6 +580,48 @@ def test_a_parameter_in_two_captured_parts(device: str, in_graph: list[Any]) -> 
     assert in_graph[-2:] == [(False, False), (True, True)]
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("outside", ["another graphed callable", "eager"])
+def test_gradients_that_come_on_several_streams(outside: str) -> None:
+    """One slow backward and one quick one accumulate into the same parameter, each on the stream of its forward."""
+
+    class Times(nn.Module):
+        def __init__(self, weight: nn.Parameter, often: int) -> None:
+            super().__init__()
+            self.weight, self.often = weight, often
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.often):
+                x = (x @ self.weight).sin()
+            return x
+
+    def make() -> tuple[nn.Parameter, list[nn.Module]]:
+        torch.manual_seed(1)
+        weight = nn.Parameter(torch.randn(512, 512, device="cuda") / 16)
+        return weight, [Times(weight, 20), Times(weight, 1)]
+
+    x = torch.randn(2048, 512, device="cuda")
+    expected, eager = make()
+    weight, modules = make()
+    modules[0] = fxgraph.make_graphed_callables(modules[0], (x,), options=IN_GRAPH)
+    if outside != "eager":
+        modules[1] = fxgraph.make_graphed_callables(modules[1], (x,), options=IN_GRAPH)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for i in range(10):
+        for parts in (modules, eager):
+            losses = []
+            for part, stream in zip(parts, streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    losses.append(part(x).square().mean())
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+            sum(losses[::-1] if i % 2 else losses).backward()
+        torch.testing.assert_close(weight.grad, expected.grad)
+        if i % 3 == 2:
+            weight.grad = expected.grad = None
+
+
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 

@@ -53,10 +53,9 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
 
 def hooked(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether one of these leaves has a hook that Python has registered: of its own, or of its ``AccumulateGrad``."""
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+    if any([p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters]):  # noqa: C419  # quicker
         return True
-    # A leaf that nothing in C++ holds has no node, so no hook of it.
-    return any(count > 1 and _node_hooked(p) for p, count in zip(parameters, _holders(parameters), strict=True))
+    return any(map(_node_hooked, _with_node(parameters)))
 
 
 def watched(parameters: Sequence[torch.Tensor]) -> bool:
@@ -66,14 +65,18 @@ def watched(parameters: Sequence[torch.Tensor]) -> bool:
     registers one keeps the node, and it keeps the leaf; the reducer keeps the leaf itself too. A node that is kept by
     nothing but an old loss counts for one.
     """
-    if hooked(parameters):
-        return True
-    return max(_holders(parameters), default=0) > 2  # Python, and a node
+    return hooked(parameters) or max(_holders(parameters), default=0) > 2  # Python, and a node
 
 
-def accumulated_elsewhere(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Inside a backward, for each of these leaves: will the engine run its ``AccumulateGrad``?"""
-    return [count > 1 and will_run(_node_of(p)) for p, count in zip(parameters, _holders(parameters), strict=True)]
+def accumulated_elsewhere(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inside a backward: those of these leaves whose ``AccumulateGrad`` the engine will run."""
+    return [p for p in _with_node(parameters) if will_run(_node_of(p))]
+
+
+def _with_node(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that may have a node: what nothing in C++ holds has none."""
+    holders = _holders(leaves)
+    return [] if max(holders, default=0) == 1 else [p for p, count in zip(leaves, holders, strict=True) if count > 1]
 
 
 def _node_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
@@ -85,8 +88,8 @@ def _holders(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
 
 
-def _node_hooked(parameter: torch.Tensor) -> bool:
-    node = _node_of(parameter)
+def _node_hooked(leaf: torch.Tensor) -> bool:
+    node = _node_of(leaf)
     # All hooks of a kind are in one dict, which a new one tells.
     handles = [node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)]
     found = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)

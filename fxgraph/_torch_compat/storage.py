@@ -9,9 +9,9 @@ import torch
 _use_count = torch._C._storage_Use_Count
 
 
-def use_counts(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """How many tensors, storages of Python's and others hold each of them."""
-    return [_use_count(storage._cdata) for storage in storages]
+def use_counts(storages: Sequence[int]) -> list[int]:
+    """How many tensors, storages of Python's and others hold each of these, given by their ``_cdata``."""
+    return list(map(_use_count, storages))
 
 
 class Held:
