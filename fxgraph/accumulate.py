@@ -345,26 +345,24 @@ def refuse_hooks(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def accumulating_graph(backward: fx.GraphModule, accumulator: Accumulator, there: Pattern) -> fx.GraphModule:
-    """The backward with the accumulation at its end; it takes the static gradients after its other inputs.
+    """The backward with the accumulation in it; it takes the static gradients after its other inputs.
 
     Its outputs are the gradients of ``accumulator.others``. Gradients are accumulated several at once, and soon: what a
-    region keeps until its end is memory.
+    region keeps until its end is memory. A product of matrices that is to be written is computed where it is to be.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(backward.graph, copied)
-    results = output_args(backward)
+    values = [copied[node] if isinstance(node, fx.Node) else node for node in output_args(backward)]
+    graph.output(tuple(values[k] for k in accumulator.others))
     *_, last_input = graph.find_nodes(op="placeholder")
-    targets: dict[fx.Node, list[tuple[fx.Node, bool]]] = {}
-    for number, (position, static, is_there) in enumerate(
-        zip(accumulator.positions, accumulator.statics, there, strict=True)
-    ):
+    targets: dict[fx.Node, tuple[fx.Node, bool]] = {}  # each gradient is a value of its own
+    for k, static, is_there in zip(accumulator.positions, accumulator.statics, there, strict=True):
         with graph.inserting_after(last_input):
-            last_input = graph.placeholder(f"static_gradient_{number}")
-        last_input.meta["val"] = (
-            results[position].meta["val"].new_empty_strided(static.memory.size(), static.base.stride())
-        )
-        targets.setdefault(copied[results[position]], []).append((last_input, is_there))
+            last_input = graph.placeholder(f"static_gradient_{k}")
+        last_input.meta["val"] = values[k].meta["val"].new_empty_strided(static.memory.size(), static.base.stride())
+        if is_there or not _compute_in(values[k], last_input):
+            targets[values[k]] = (last_input, is_there)
     waiting: dict[tuple[Any, ...], list[tuple[fx.Node, fx.Node]]] = {}
 
     def accumulate(key: tuple[Any, ...]) -> None:
@@ -373,7 +371,8 @@ def accumulating_graph(backward: fx.GraphModule, accumulator: Accumulator, there
         graph.call_function(op, ([target for target, _ in pairs], [value for _, value in pairs]))
 
     for node in list(graph.nodes):
-        for target, is_there in targets.get(node, ()):
+        if node in targets:
+            target, is_there = targets[node]
             value = node.meta["val"]
             # One launch takes tensors of one type, each pair of one layout.
             key = (is_there, value.dtype, value.stride() == target.meta["val"].stride())
@@ -382,10 +381,36 @@ def accumulating_graph(backward: fx.GraphModule, accumulator: Accumulator, there
             if len(group) >= CHUNK_TENSORS or sum(v.meta["val"].nbytes for _, v in group) >= CHUNK_BYTES:
                 with graph.inserting_after(node):
                     accumulate(key)
-    for key in list(waiting):
-        accumulate(key)
-    graph.output(tuple(copied[results[k]] for k in accumulator.others))
+    with graph.inserting_before(graph.output_node()):
+        for key in list(waiting):
+            accumulate(key)
     return fx.GraphModule(backward, graph)
+
+
+def _compute_in(value: fx.Node, target: fx.Node) -> bool:
+    """Have a product of matrices of which a gradient is but a view computed in the gradient's memory, if it is one."""
+    views, product = [], value
+    while product.target in _VIEWS and len(product.users) <= 1:
+        views.append(product)
+        product = product.all_input_nodes[0]
+    if product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
+        return False
+    whole, own, given = product.meta["val"], value.meta["val"], target.meta["val"]
+    if not (whole.is_contiguous() and own.stride() == given.stride() and whole.dtype == given.dtype):
+        return False
+    graph = product.graph
+    with graph.inserting_before(product):
+        place = graph.call_function(
+            torch.ops.aten.as_strided.default, (target, list(whole.size()), list(whole.stride()), 0)
+        )
+        place.meta["val"] = whole
+        graph.call_function(torch.ops.aten.mm.out, product.args, {"out": place})
+    for node in (*views, product):
+        graph.erase_node(node)
+    return True
+
+
+_VIEWS = {torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default}
 
 
 def parameters_in_graph(plan: Plan, inputs: Sequence[torch.Tensor]) -> list[int]:

@@ -996,8 +996,19 @@ def test_big_gradients_are_accumulated_before_the_end_of_the_backward(
         twins.both(backward(device))
     (program,) = twins.graphed.module.forward.programs()
     (capture,) = program.captures.values()
-    graph = accumulate.accumulating_graph(capture.plan.backward, capture.accumulator, only(False))
-    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_copy_.default)
-    assert len(copies) == 4
-    nodes = list(graph.graph.nodes)
-    assert nodes.index(copies[0]) < len(nodes) - 5
+    graph = accumulate.accumulating_graph(capture.plan.backward, capture.accumulator, only(True)).graph
+    sums = graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_add_.List)
+    assert len(sums) == 4
+    nodes = list(graph.nodes)
+    assert nodes.index(sums[0]) < len(nodes) - 5
+
+
+def test_products_of_matrices_are_computed_where_the_gradient_is_to_be(device: str) -> None:
+    twins = twins_of(Net(), device)
+    (program,) = twins.graphed.module.forward.programs()
+    (capture,) = program.captures.values()
+    graph = accumulate.accumulating_graph(capture.plan.backward, capture.accumulator, only(False)).graph
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.mm.out)) == 2
+    (copies,) = graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_copy_.default)
+    assert len(copies.args[0]) == 2  # the biases
+    graph.lint()
