@@ -18,7 +18,9 @@ class Options:
     Fields:
         engine: who captures and replays; ``auto`` takes ``cuda`` for callables with CUDA tensors, else ``cpu``.
         kernels: ``aten`` runs the kernels that eager would run.
-        grads: ``autograd`` makes parameters inputs of the autograd node, so that all of autograd works.
+        grads: ``autograd`` makes parameters inputs of the autograd node, so that all of autograd works. ``in_graph``
+            has the captured backward itself write ``.grad`` or add to it, which is much cheaper with many parameters;
+            Note [Gradients in the graph] in ``accumulate.py`` says what it does not do.
         on_new_signature: what a call does whose signature matches no capture.
         max_captures: captures kept per traced callable and set of parameters; past it the least recently used goes.
         max_in_flight: forwards that may be outstanding before their backward; past it, eager with one warning.
@@ -38,7 +40,7 @@ class Options:
 
     engine: Literal["auto", "cuda", "cpu"] = "auto"
     kernels: Literal["aten"] = "aten"
-    grads: Literal["autograd"] = "autograd"
+    grads: Literal["autograd", "in_graph"] = "autograd"
     on_new_signature: Literal["capture", "eager", "error"] = "capture"
     max_captures: int = 8
     max_in_flight: int = 2

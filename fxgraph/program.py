@@ -21,7 +21,7 @@ from torch import fx
 import passes
 from passes.facts import describe_call, where_of
 
-from . import effects, engines, partial, plan, replay, sharing, trace, verifying, weight_casts
+from . import accumulate, asking, effects, engines, partial, plan, replay, sharing, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -459,9 +459,13 @@ class Program:
         engine = engines.get(engines.name_for(self.options.engine, [device]))
         pool = self.pools.get(engine, device)
         live = [value for spec, value in zip(specs, tensors, strict=True) if spec.live]
-        return Capture(
+        capture = Capture(
             graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
         )
+        if self.options.grads == "in_graph" and (positions := accumulate.parameters_in_graph(planned, tensors)):
+            capture.accumulator = accumulate.Accumulator(planned, positions, tensors, engine, pool)
+            asking.look_at_backwards()
+        return capture
 
     def _plan(
         self, graph: fx.GraphModule, specs: tuple[trace.InputSpec, ...], tensors: tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from ._torch_compat.autograd import (
     will_run,
 )
 from ._torch_compat.dynamo import never_read
+from .accumulate import Accumulator, Request, refuse_hooks
 from .engines.base import empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
@@ -44,8 +45,9 @@ class Call:
     """
 
     __slots__ = (
-        *("capture", "handed", "inputs", "lease", "live", "live_versions", "program", "random_state"),
-        *("slot", "twin", "versions", "with_history"),
+        *("accumulated", "accumulator", "anchor", "capture", "edges", "handed", "inputs", "lease", "live"),
+        *("live_versions", "parameters", "program", "random_state", "request", "slot", "twin", "versions"),
+        "with_history",
     )
 
     def __init__(
@@ -61,6 +63,45 @@ class Call:
         self.random_state: torch.Tensor | None = None
         if capture.plan.draws and capture.plan.repeatable:
             self.random_state = capture.engine.random_state(capture.device)
+        # With gradients in the graph: what the node has no edges to, and which of it the running backward accumulates.
+        self.accumulator = capture.accumulates(inputs)
+        self.edges: Sequence[int] = range(len(capture.plan.gradient_of))
+        self.parameters: list[torch.Tensor] = []
+        self.accumulated: Sequence[int] = ()
+        self.request: Request | None = None
+        self.anchor: torch.Tensor | None = None
+        if self.accumulator is not None:
+            self.edges, self.parameters = self.accumulator.others, self.accumulator.parameters(inputs)
+            self.anchor = self.accumulator.new_anchor()
+
+    def differentiable(self) -> list[torch.Tensor]:
+        """The inputs of the autograd node."""
+        gradient_of, inputs = self.capture.plan.gradient_of, self.inputs
+        found = [inputs[gradient_of[k]] for k in self.edges]
+        return found if self.anchor is None else [*found, self.anchor]
+
+    def begin_backward(self, ctx: Any) -> None:
+        """Find out what becomes of the parameters' gradients in this backward."""
+        if self.accumulator is None:
+            return
+        if self.request is not None:
+            self.accumulated = self.request.wanted
+        else:  # an anchor that was not asked for is come to if nothing in particular was
+            anchor, _ = ctx.next_functions[len(self.edges)]
+            self.accumulated = self.accumulator.positions if will_run(anchor) else ()
+
+    def end_backward(self, result: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Do with the parameters' gradients what is still to be done; gives those of the node's inputs."""
+        if self.accumulator is None:
+            return result
+        wanted = set(self.accumulated)
+        values = [value if k in wanted else None for k, value in enumerate(result)]
+        if self.request is not None and not self.request.accumulates:
+            refuse_hooks([p for p, k in zip(self.parameters, self.accumulator.positions, strict=True) if k in wanted])
+            self.request.found = values
+        elif wanted:
+            self.accumulator.add(self.parameters, values)
+        return (*[result[k] for k in self.edges], None)
 
     def keep_inputs(self) -> list[torch.Tensor]:
         """Keep what a second derivative needs; returns the tensors that autograd has to keep."""
@@ -130,7 +171,7 @@ class Call:
 
         ``torch.autograd.grad`` for some of the inputs would in eager not run the nodes that lead to the others.
         """
-        return not positions.isdisjoint(self.capture.plan.needed_for(_wanted(ctx)))
+        return not positions.isdisjoint(self.capture.plan.needed_for(_wanted(self, ctx)))
 
     def end(self) -> None:
         """The graph is freed."""
@@ -138,9 +179,10 @@ class Call:
         self.inputs, self.live, self.live_versions, self.handed, self.twin = (), [], [], [], None
 
 
-def _wanted(ctx: Any) -> list[int]:
+def _wanted(call: Call, ctx: Any) -> list[int]:
     """The gradients that this backward was asked for, as indices into ``plan.gradient_of``."""
-    return [k for k, (node, _) in enumerate(ctx.next_functions) if node is not None and will_run(node)]
+    edges = zip(call.edges, ctx.next_functions, strict=False)
+    return [*[k for k, (node, _) in edges if node is not None and will_run(node)], *call.accumulated]
 
 
 def _changed_in_place(tensor: torch.Tensor, version: int, what: str) -> RuntimeError:
@@ -171,8 +213,9 @@ class Twin(Protocol):
         tangents: Sequence[torch.Tensor | None],
         gradients: Sequence[torch.Tensor | None],
         wanted: Sequence[int],
+        added_to: Mapping[int, torch.Tensor | None],
     ) -> None:
-        """Raise where a gradient differs."""
+        """Raise where a gradient differs, or what it was added to together with it."""
 
 
 class Runner(Protocol):
@@ -202,7 +245,7 @@ def run(
     else:
         call = Call(program, capture, slot, inputs, twin)
         apply: Callable[..., Any] = _Node.apply if transforms_active() else _apply
-        handed = apply(call, *[inputs[i] for i in plan.gradient_of])
+        handed = apply(call, *call.differentiable())
     for index, position in plan.updates:
         target = inputs[index]
         # A leaf can only have been written behind autograd's back (`weight.detach().mul_(2)`).
@@ -296,14 +339,15 @@ class _Node(torch.autograd.Function):
         _unpack(ctx)
         with call.program.lock:
             try:
+                call.begin_backward(ctx)
                 call.check_versions(ctx)
                 if torch.is_grad_enabled():
                     result = _differentiable_backward(call, ctx, grads)
-                else:
+                elif call.twin is None:
                     result = _backward(call, grads)
-                    if call.twin is not None:
-                        with torch.enable_grad():
-                            call.twin.check_gradients(call, grads, result, _wanted(ctx))
+                else:
+                    result = _verified_backward(call, call.twin, ctx, grads)
+                result = call.end_backward(result)
             finally:
                 if keeps and not keep:
                     call.end()
@@ -336,6 +380,12 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     if any(map(is_batched, tangents)) or not slot.takes(tangents):
         return _op_by_op(plan, [*slot.backward_inputs()[: -len(tangents)], *tangents])
     slot.fill_tangents(tangents)
+    if call.accumulator is not None:
+        gradients = _accumulating_backward(call, call.accumulator)
+        if gradients is not None:
+            return gradients
+    if slot.backward is None and not slot.outdated:
+        slot.will_need_plain()
     if slot.backward is None or not slot.gradients_free():
         return _op_by_op(plan, slot.backward_inputs())
     slot.backward.replay()
@@ -351,6 +401,38 @@ def _op_by_op(plan: Plan, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor 
     assert plan.backward is not None, "it has run"
     with kernels_only():
         return tuple(plan.backward(*inputs))
+
+
+def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.Tensor | None, ...] | None:
+    """Replay a backward that accumulates the parameters' gradients; gives the other ones. None if there is none."""
+    if call.request is not None or len(call.accumulated) < len(accumulator.positions):
+        return None
+    pattern = accumulator.pattern(call.parameters)
+    backward = None if pattern is None else call.slot.accumulating_backward(pattern, accumulator)
+    if pattern is None or backward is None:
+        return None
+    backward.region.replay()
+    accumulator.hand_out(call.parameters, pattern)
+    call.accumulated = ()
+    gradients: list[torch.Tensor | None] = [None] * len(call.capture.plan.gradient_of)
+    for k, gradient in zip(accumulator.others, backward.gradients, strict=True):
+        gradients[k] = copy_of(gradient) if k in call.slot.copied_gradients else gradient.detach()
+    return tuple(gradients)
+
+
+def _verified_backward(
+    call: Call, twin: Twin, ctx: Any, grads: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    wanted = _wanted(call, ctx)
+    before = [None if p.grad is None else p.grad.clone() for p in call.parameters]
+    result = _backward(call, grads)
+    found, added = list(result), {}
+    if call.accumulator is not None and set(wanted) - set(_wanted(call, ctx)):  # a region has accumulated
+        for k, parameter, former in zip(call.accumulator.positions, call.parameters, before, strict=True):
+            found[k], added[k] = parameter.grad, former
+    with torch.enable_grad():
+        twin.check_gradients(call, grads, found, wanted, added)
+    return result
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

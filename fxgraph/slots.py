@@ -23,20 +23,25 @@ MAX_LAYOUTS of them a slot copies into what it has: equal to eager up to roundin
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from ._torch_compat.autograd import kernels_only, saved_tensors_hooked
+from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, transforms_active, watched
 from ._torch_compat.storage import Held
+from .accumulate import Accumulator, Pattern, accumulating_graph
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
 from .signature import WrittenMemory
 
 MAX_LAYOUTS = 4
 """How often a slot captures its backward anew for tangents of another layout; see Note [Tangents]."""
+
+MAX_PATTERNS = 4
+"""For how many patterns a slot has backwards that accumulate; see Note [Gradients in the graph], ``accumulate.py``."""
 
 
 class Lease:
@@ -61,6 +66,23 @@ class Lease:
 
     def __del__(self) -> None:
         self.end()
+
+
+class AccumulatingBackward:
+    """A backward region that accumulates the gradients of parameters itself.
+
+    Attributes:
+        gradients: buffers of the other gradients, in the order of ``accumulator.others``.
+    """
+
+    def __init__(self, region: CapturedRegion, memory: list[torch.Tensor]) -> None:
+        self.region, self.gradients = region, region.outputs
+        self._memory = memory
+        self.held = Held(list(self.gradients))
+
+    def writes(self, memory: list[torch.Tensor]) -> bool:
+        """Whether these are the static gradients that it was captured on."""
+        return self._memory is memory or all(map(operator.is_, self._memory, memory))
 
 
 class Slot:
@@ -108,10 +130,14 @@ class Slot:
         self.stale_gradients: set[int] = set()
         self._layouts_learned = 0
         self._new_tangents: list[torch.Tensor] = []
+        # With gradients in the graph: the backwards that accumulate; which ones are wanted, and whether a plain one is.
+        self.accumulating: dict[Pattern, AccumulatingBackward] = {}
+        self._patterns = {capture.accumulator.nothing_there} if capture.accumulator is not None else set()
+        self._plain = capture.accumulator is None
 
     def capture_backward(self) -> None:
-        """Capture the backward region. The forward has been captured; it runs once more to give the saved values a
-        value."""
+        """Capture the backward regions that are to be and are not yet. The forward has been captured; it runs once more
+        to give the saved values a value."""
         plan, engine, pool = self.capture.plan, self.capture.engine, self.capture.pool
         if plan.backward is None:
             return
@@ -124,10 +150,43 @@ class Slot:
             self._tangent_strides = [tangent.stride() for tangent in self.tangents]
         with engine.unchanged([self._arguments[i] for i in plan.mutated]):
             self.forward.replay()
-            self.backward = engine.capture(pool, plan.backward, self.backward_inputs(), self.capture.num_warmup_iters)
-        self.gradients = self.backward.outputs
-        self._held_gradients = Held(list(self.gradients))
-        self._watch_outputs()  # again: the backward region holds views of the forward's buffers
+            if self._plain and self.backward is None:
+                self.backward = engine.capture(
+                    pool, plan.backward, self.backward_inputs(), self.capture.num_warmup_iters
+                )
+                self.gradients = self.backward.outputs
+                self._held_gradients = Held(list(self.gradients))
+            if self.capture.accumulator is not None:
+                self._capture_accumulating(plan.backward, self.capture.accumulator)
+        self._watch_outputs()  # again: the backward regions hold views of the forward's buffers
+
+    def _capture_accumulating(self, backward: fx.GraphModule, accumulator: Accumulator) -> None:
+        engine, memory = self.capture.engine, accumulator.memory
+        for pattern in self._patterns - self.accumulating.keys():
+            graph = accumulating_graph(backward, accumulator, pattern)
+            with engine.unchanged(memory):  # which may be gradients that the user has
+                inputs = [*self.backward_inputs(), *memory]
+                region = engine.capture(self.capture.pool, graph, inputs, self.capture.num_warmup_iters)
+            self.accumulating[pattern] = AccumulatingBackward(region, memory)
+
+    def accumulating_backward(self, pattern: Pattern, accumulator: Accumulator) -> AccumulatingBackward | None:
+        """The backward that accumulates for this pattern, if it may run now; what is missing will be captured."""
+        found = self.accumulating.get(pattern)
+        if found is not None and not found.writes(accumulator.memory):
+            del self.accumulating[pattern]
+            found.region.release()
+            found = None
+        if found is None:
+            if len(self._patterns) < MAX_PATTERNS:
+                self._patterns.add(pattern)
+        elif found.held.any():
+            self.stale_gradients.update(accumulator.others[k] for k in found.held.which())
+            found = None
+        return found
+
+    def will_need_plain(self) -> None:
+        """Have the backward that does not accumulate captured too, when the slot is next taken."""
+        self._plain = True
 
     def _watch_outputs(self) -> None:
         self._held = Held(self.handed)
@@ -161,13 +220,12 @@ class Slot:
 
     def renew_backward(self) -> None:
         """Leave the gradient buffers that are held to their holders, and capture the backward into new ones."""
+        if self.stale_gradients or self._new_tangents:
+            self._release_backwards()
         self.copied_gradients |= self.stale_gradients
         self.stale_gradients = set()
         if self._new_tangents:
             self.tangents, self._new_tangents = self._new_tangents, []
-        if self.backward is not None:
-            self.backward.release()
-            self.backward = None
         self.capture_backward()
 
     def fill_tangents(self, tangents: Sequence[torch.Tensor]) -> None:
@@ -177,6 +235,12 @@ class Slot:
             for tangent, static, target in zip(tangents, self.tangents, self._tangent_targets, strict=True)
         ]
         copy_all(self._tangent_targets, sources)
+
+    def _release_backwards(self) -> None:
+        for region in [self.backward, *[backward.region for backward in self.accumulating.values()]]:
+            if region is not None:
+                region.release()
+        self.backward, self.accumulating = None, {}
 
     def takes(self, tangents: Sequence[torch.Tensor]) -> bool:
         """Whether the backward was captured for tangents of this layout; if not, it will be. See Note [Tangents]."""
@@ -194,8 +258,11 @@ class Slot:
 
     @property
     def outdated(self) -> bool:
-        """Whether the backward has to be captured anew before the slot is used again."""
-        return bool(self.stale_gradients or self._new_tangents)
+        """Whether a backward has to be captured before the slot is used again."""
+        if self.stale_gradients or self._new_tangents:
+            return True
+        missing = len(self.accumulating) < len(self._patterns) or (self._plain and self.backward is None)
+        return missing and self.capture.plan.backward is not None
 
     def give_back(self) -> None:
         """The forward that was pending is not any more."""
@@ -210,9 +277,7 @@ class Slot:
     def release(self) -> None:
         """Give up the regions; buffers that somebody holds stay theirs."""
         self.forward.release()
-        if self.backward is not None:
-            self.backward.release()
-            self.backward = None
+        self._release_backwards()
 
 
 class Capture:
@@ -241,6 +306,7 @@ class Capture:
         self.replays = 0
         self.written: WrittenMemory | None = None
         self.failures = 0  # captures of a slot that the engine could not make
+        self.accumulator: Accumulator | None = None  # with gradients in the graph
 
     def lives(self) -> bool:
         """Whether the parameters and buffers that it was captured on are still where they were."""
@@ -249,6 +315,19 @@ class Capture:
             tensor is not None and tensor.data_ptr() == address
             for tensor, address in zip(tensors, self.addresses, strict=True)
         )
+
+    def accumulates(self, inputs: Sequence[torch.Tensor]) -> Accumulator | None:
+        """What accumulates the gradients of a call's parameters; None where autograd has to do it."""
+        if self.accumulator is None or transforms_active():
+            return None
+        parameters = self.accumulator.parameters(inputs)
+        if watched(parameters):
+            return None
+        if not self.accumulator.belongs_to(parameters):
+            if len({id(parameter) for parameter in parameters}) < len(parameters):
+                return None
+            self.accumulator = self.accumulator.again(inputs)
+        return self.accumulator
 
     def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
         """Capture one more slot on these inputs."""
@@ -299,7 +378,8 @@ class Capture:
     def __str__(self) -> str:
         ops = sum(node.op == "call_function" for node in self.plan.forward.graph.nodes)
         regions = "forward" if self.plan.backward is None else "forward and backward"
-        return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays"
+        inside = f", {len(self.accumulator.positions)} gradients in the graph" if self.accumulator is not None else ""
+        return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays{inside}"
 
 
 def _roots(tensors: Sequence[torch.Tensor]) -> list[int]:

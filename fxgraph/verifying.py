@@ -7,7 +7,7 @@ value that the region has kept differs from it, the capture is to blame and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,8 +91,12 @@ class Twin:
         tangents: Sequence[torch.Tensor | None],
         gradients: Sequence[torch.Tensor | None],
         wanted: Iterable[int],
+        added_to: Mapping[int, torch.Tensor | None],
     ) -> None:
-        """Compare what a replay of the backward gave for the ``wanted`` ones of the plan's gradients."""
+        """Compare what a replay of the backward gave for the ``wanted`` ones of the plan's gradients.
+
+        Where a region has accumulated a gradient, ``gradients`` has what ``.grad`` is then, ``added_to`` what it was.
+        """
         plan = self.capture.plan
         pairs = [
             (output, tangents[k])
@@ -108,6 +112,9 @@ class Twin:
         )
         for k in wanted:
             found, its, name = gradients[k], expected[k], f"the gradient of the {plan.inputs[plan.gradient_of[k]]}"
+            former = added_to.get(k)
+            if former is not None:
+                its = former if its is None else former + its
             problem: str | None = None
             if found is not None and its is not None:
                 problem = next(difference(name, found, its), None)
@@ -117,7 +124,9 @@ class Twin:
                 raise VerifyError(
                     "verify-backward",
                     "the replay of a backward differs from eager",
-                    where=self._first_op_of_backward(call, tangents, gradients),
+                    where=self._first_op_of_backward(
+                        call, tangents, [None if added_to.get(i) is not None else g for i, g in enumerate(gradients)]
+                    ),
                     observed=problem,
                     expected="the gradients that autograd gives for the eager call on copies of the inputs",
                     hint=_HINT,

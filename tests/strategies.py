@@ -216,7 +216,7 @@ class Setup:
 
     Attributes:
         optimizer: out of ``OPTIMIZERS``.
-        max_in_flight, max_captures, verify: the options.
+        max_in_flight, max_captures, verify, grads: the options.
         grad: whether the sample requires grad.
         seed: of the default generators, before the module is made.
     """
@@ -227,6 +227,7 @@ class Setup:
     grad: bool = False
     seed: int = 0
     verify: int = 0
+    grads: str = "autograd"
 
 
 OPTIMIZERS = ("SGD", "SGD foreach", "Adam", "AdamW foreach")
@@ -239,6 +240,7 @@ setups: st.SearchStrategy[Setup] = st.builds(
     grad=st.booleans(),
     seed=st.integers(0, 3),
     verify=st.sampled_from([0, 0, 0, 2]),
+    grads=st.sampled_from(["autograd", "in_graph"]),
 )
 
 LAYOUTS = ("plain", "plain", "plain", "transposed", "sliced", "expanded", "the last one's")

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from machine import Difference
 from test_stateful import Machine
 
-from fxgraph import engines, graphed, plan, program, replay, slots, trace, weight_casts
+from fxgraph import accumulate, asking, engines, graphed, plan, program, replay, slots, trace, weight_casts
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, Plant] = {}
@@ -141,6 +141,40 @@ def outputs_that_do_not_require_grad_do(patch: pytest.MonkeyPatch) -> None:
 
     original = plan.make
     patch.setattr(plan, "make", make)
+
+
+@fault
+def a_static_gradient_that_somebody_holds_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(accumulate.Accumulator, "_may_write", lambda self, missing, parameters: True)
+
+
+@fault
+def gradients_are_written_where_they_are_to_be_added(patch: pytest.MonkeyPatch) -> None:
+    def graph(backward: Any, accumulator: Any, there: Any) -> Any:
+        return original(backward, accumulator, (False,) * len(there))
+
+    original = slots.accumulating_graph
+    patch.setattr(slots, "accumulating_graph", graph)
+
+
+@fault
+def hooks_of_parameters_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(slots, "watched", lambda parameters: False)
+    patch.setattr(accumulate, "hooked", lambda parameters: False)
+
+
+@fault
+def parameters_that_are_asked_for_are_not_found(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(asking, "_calls_asked", lambda outputs, inputs: [])
+
+
+@fault
+def every_backward_accumulates(patch: pytest.MonkeyPatch) -> None:
+    def begin(self: replay.Call, ctx: Any) -> None:
+        if self.accumulator is not None:
+            self.accumulated = self.accumulator.positions
+
+    patch.setattr(replay.Call, "begin_backward", begin)
 
 
 class Found(BaseException):

@@ -14,13 +14,22 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.dlpack import from_dlpack
 
 from fxgraph import trace
-from fxgraph._torch_compat import aot, dynamo, interpreter
+from fxgraph._torch_compat import aot, backward_entry, dynamo, interpreter
 from fxgraph._torch_compat.autocast import AutocastState
-from fxgraph._torch_compat.autograd import keep_graph, kernels_only, preserve_versions, will_run
+from fxgraph._torch_compat.autograd import (
+    accumulated_elsewhere,
+    hooked,
+    keep_graph,
+    kernels_only,
+    preserve_versions,
+    watched,
+    will_run,
+)
 from fxgraph._torch_compat.interpreter import OperatorCall
-from fxgraph._torch_compat.storage import Held
+from fxgraph._torch_compat.storage import Held, use_counts
 
 VERSION = torch.__version__
 
@@ -33,6 +42,12 @@ def changed(what: str) -> str:
 
 NAMES: list[tuple[str, list[str]]] = [
     ("torch._C._storage_Use_Count", []),
+    ("torch.Tensor._use_count", []),
+    ("torch.Tensor.grad_dtype", []),
+    ("torch._foreach_add_", []),
+    ("torch._foreach_copy_", []),
+    ("torch.autograd.graph._engine_run_backward", []),
+    ("torch.utils.weak.WeakIdKeyDictionary", []),
     ("torch._C._autograd._get_current_graph_task_keep_graph", []),
     ("torch._C._DisableAutocast", []),
     ("torch._C._InferenceMode", []),
@@ -474,6 +489,142 @@ def test_whether_the_engine_will_run_a_node() -> None:
     torch.autograd.grad(out, leaves[1], retain_graph=True)
     out.backward()
     assert seen == [[True, False, False], [False, True, False], [False, True, False], [True, True, False]]
+
+
+# -- gradients in the graph -------------------------------------------------------------------------------------------
+
+
+def node_of(leaf: torch.Tensor) -> Any:
+    return leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+
+
+WATCHERS: dict[str, Callable[[torch.Tensor], list[Any]]] = {
+    "hook": lambda p: [p.register_hook(lambda grad: None)],
+    "hook after the accumulation": lambda p: [p.register_post_accumulate_grad_hook(lambda p: None)],
+    "hook of the node": lambda p: [node := node_of(p), node.register_hook(lambda *_: None)],
+    "hook before the node": lambda p: [node := node_of(p), node.register_prehook(lambda _: None)],
+}
+
+
+@pytest.mark.parametrize("kind", WATCHERS)
+def test_hooks_of_leaves_are_seen(kind: str) -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert not hooked([leaf, other])
+    assert not watched([leaf, other])
+    *node, handle = WATCHERS[kind](leaf)
+    assert hooked([other, leaf]), changed(f"how a {kind} is registered")
+    assert watched([other, leaf])
+    assert not hooked([other])
+    handle.remove()
+    assert not hooked([other, leaf])
+    del node
+
+
+def test_leaves_that_the_engine_will_come_to() -> None:
+    seen: list[bool] = []
+    leaf, outside, idle = (torch.ones(2, requires_grad=True) for _ in range(3))
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            found = accumulated_elsewhere([outside, idle])
+            seen.append(any(one is outside for one in found))
+            assert not any(one is idle for one in found)
+            torch.autograd.backward([outside], [torch.ones(2)])  # a backward in the backward
+            return grad
+
+    old = idle * 2
+    (Ask.apply(leaf) + outside).sum().backward()
+    torch.autograd.grad((Ask.apply(leaf) + outside).sum(), leaf)
+    assert seen == [True, False], changed("which nodes the engine says that it will run")
+    assert outside.grad.tolist() == [3, 3]
+    del old
+
+
+def test_what_holds_a_leaf_in_cpp_is_counted() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    held = [leaf, leaf.detach(), leaf.data]
+    assert leaf._use_count() == 1, changed("Python, and aliases, count for more than one")
+    loss = leaf.square().sum()
+    assert watched([leaf]), changed("a node and a saved tensor do not count")
+    loss.backward()
+    assert leaf._use_count() == 2, changed("the node of an old loss counts for more or less than one")
+    assert not watched([leaf])
+    del loss, held
+    assert leaf._use_count() == 1
+
+
+def test_a_reducer_in_cpp_holds_its_parameters() -> None:
+    module = nn.Linear(2, 2)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        parallel = nn.parallel.DistributedDataParallel(module)
+        assert watched(list(module.parameters())), changed("DistributedDataParallel's reducer holds no parameters")
+        del parallel
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_dlpack_gives_a_storage_of_its_own_over_the_same_memory() -> None:
+    for shape in ((2, 3), (), (0, 2)):
+        tensor = torch.ones(shape)
+        storage = tensor.untyped_storage()._cdata
+        before = use_counts([storage])
+        twin = from_dlpack(tensor.detach())
+        (with_twin,) = use_counts([storage])
+        views = [twin.detach(), twin.view(-1)]
+        assert use_counts([storage]) == [with_twin], changed("views of a tensor from dlpack count for its source")
+        twin.add_(1)
+        assert torch.equal(tensor, torch.full(shape, 2.0))
+        assert twin.data_ptr() == tensor.data_ptr()
+        del twin, views
+        assert use_counts([storage]) == before
+
+
+def test_data_has_versions_of_its_own() -> None:
+    tensor = torch.ones(2)
+    alias = tensor.data
+    alias.add_(1)
+    assert (alias._version, tensor._version) == (1, 0), changed("`data` shares its source's version counter")
+    torch.autograd.graph.increment_version([alias])
+    assert alias._version == 2, changed("increment_version of a list")
+
+
+def test_restricted_backwards_pass_by_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (torch.autograd, torch.autograd.graph):  # to be put back
+        monkeypatch.setattr(module, "_engine_run_backward", module._engine_run_backward)
+    seen: list[Any] = []
+
+    def around(
+        outputs: Any, inputs: Any, create_graph: bool, allow_unused: bool, accumulates: bool, engine: Any
+    ) -> Any:
+        seen.append((len(outputs), len(inputs), create_graph, bool(allow_unused), accumulates))
+        more = torch.ones(1, requires_grad=True)
+        found = engine([more], True)
+        return found if accumulates else found[:-1]
+
+    backward_entry.around_restricted(around)
+    backward_entry.around_restricted(around)
+    try:
+        x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        (x * y).sum().backward()
+        assert not seen
+        (found,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
+        assert torch.equal(found, y)
+        assert found.requires_grad
+        (x * y).sum().backward(inputs=[y])
+        unused = torch.autograd.grad((x * 2).sum(), [x, y], allow_unused=True)
+        assert unused[1] is None
+    finally:
+        backward_entry._installed.remove(around)
+    expected = [(1, 1, True, False, False), (1, 1, False, True, True), (1, 2, False, True, False)]
+    assert seen == expected, changed("how torch.autograd enters the engine")
+    assert torch.equal(y.grad, torch.full((2,), 2.0))
+    assert torch.equal(x.grad, torch.ones(2))
 
 
 # -- the interpreter --------------------------------------------------------------------------------------------------

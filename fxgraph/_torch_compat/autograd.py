@@ -51,6 +51,65 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
         return True  # the gradient of this leaf is what torch.autograd.grad was asked for
 
 
+def hooked(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these leaves has a hook that Python has registered: of its own, or of its ``AccumulateGrad``."""
+    if any([p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters]):  # noqa: C419  # quicker
+        return True
+    return any(map(_node_hooked, _with_node(parameters)))
+
+
+def watched(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody may have to be told when one of these leaves gets a gradient.
+
+    Beside hooks of Python's these are those of C++ (DistributedDataParallel's reducer), which nobody can see. But who
+    registers one keeps the node, and it keeps the leaf; the reducer keeps the leaf itself too. A node that is kept by
+    nothing but an old loss counts for one.
+    """
+    return hooked(parameters) or max(_holders(parameters), default=0) > 2  # Python, and a node
+
+
+def accumulated_elsewhere(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inside a backward: those of these leaves whose ``AccumulateGrad`` the engine will run."""
+    return [p for p in _with_node(parameters) if will_run(_node_of(p))]
+
+
+def _with_node(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that may have a node: what nothing in C++ holds has none."""
+    holders = _holders(leaves)
+    return [] if max(holders, default=0) == 1 else [p for p, count in zip(leaves, holders, strict=True) if count > 1]
+
+
+def _node_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def _holders(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each, how many hold it: all of Python counts as one."""
+    return list(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
+
+
+def _node_hooked(leaf: torch.Tensor) -> bool:
+    node = _node_of(leaf)
+    # All hooks of a kind are in one dict, which a new one tells.
+    handles = [node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)]
+    found = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def foreach_copy_(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """``target.copy_(value)`` for each pair, in few launches."""
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def foreach_add_(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """``target.add_(value)`` for each pair, in few launches."""
+    if targets:
+        torch._foreach_add_(targets, values)
+
+
 def saved_tensors_hooked() -> bool:
     """Whether saved-tensor hooks are on for everything, as inside of ``torch.utils.checkpoint``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

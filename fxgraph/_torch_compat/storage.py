@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _use_count = torch._C._storage_Use_Count
+
+
+def use_counts(storages: Sequence[int]) -> list[int]:
+    """How many tensors, storages of Python's and others hold each of these, given by their ``_cdata``."""
+    return list(map(_use_count, storages))
 
 
 class Held:

@@ -117,6 +117,15 @@ class Engine(abc.ABC):
             torch.set_rng_state(rng)
             self._set_device_rng(device_rng)
 
+    def after(self, device: torch.device, last: object) -> object:
+        """What the caller's current stream is given from now on comes after what it, or another one, was given before.
+
+        Args:
+            device: whose streams.
+            last: what this method gave when it was called before, None if it was not.
+        """
+        return None
+
     def random_state(self, device: torch.device) -> torch.Tensor:
         """The state of the default generator from which a region on this device draws."""
         return torch.get_rng_state()

@@ -135,6 +135,12 @@ class CudaEngine(Engine):
                 if not torch._debug_has_internal_overlap(tensor):
                     tensor.detach().fill_(poison_value(tensor.dtype))
 
+    def after(self, device: torch.device, last: object) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(device)
+        if isinstance(last, torch.cuda.Stream) and last != current:
+            current.wait_stream(last)
+        return current
+
     def random_state(self, device: torch.device) -> torch.Tensor:
         return torch.cuda.get_rng_state(device)
 
