@@ -637,8 +637,11 @@ class Twins:
                 self.eager.recover()
                 self.graphed.recover()
                 set_rng_state(after)
-                if self.eager.updating:  # the two need not have come equally far
+                if self.eager.updating:
+                    # The two need not have come equally far: hooks may have changed parameters, and their versions.
                     align(self.graphed, self.eager)
+                    for side in (self.graphed, self.eager):
+                        side.calls, side.spent = [], None
             else:
                 assert all(map(torch.equal, rng_state(self.device), after)), f"{what}: other random numbers were drawn"
                 # A second derivative through a batch norm or a loss is made of sums that cancel.
