@@ -69,9 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     raw.add_argument("--only", nargs="+", default=[], help="names of ops")
     raw.add_argument("--samples", type=int, default=2, help="of the database's samples per op, the first ones")
     raw.add_argument("--results", type=Path, default=None, help="a .jsonl file, begun anew")
-    raw.add_argument(
-        "--minutes", type=float, default=None, help="start no op after so many minutes"
-    )
+    raw.add_argument("--minutes", type=float, default=None, help="start no op after so many minutes")
     raw.add_argument("--out", type=Path, default=None, help="write the differences here, as Markdown")
 
     table = commands.add_parser("tables", help="tables from results files")
