@@ -69,11 +69,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     raw.add_argument("--only", nargs="+", default=[], help="names of ops")
     raw.add_argument("--samples", type=int, default=2, help="of the database's samples per op, the first ones")
     raw.add_argument("--results", type=Path, default=None, help="a .jsonl file, begun anew")
+    raw.add_argument("--minutes", type=float, default=None, help="start no op after so many minutes")
     raw.add_argument("--out", type=Path, default=None, help="write the differences here, as Markdown")
 
     table = commands.add_parser("tables", help="tables from results files")
     table.add_argument("--ops", type=Path, default=None)
     table.add_argument("--models", type=Path, default=None)
+    table.add_argument("--captures", type=Path, default=None, help="the exit status says whether a reason is missing")
 
     upstream = commands.add_parser("upstream", help="another project's own tests, with our names in place of theirs")
     upstream.add_argument("checkout", type=Path, help="PyTorch's or TransformerEngine's")
@@ -137,7 +139,14 @@ def _captures(args: argparse.Namespace) -> int:
     for module in (PRELOAD, None):
         file = results.Results(path, environment, fresh=True)
         rows = workers.run(
-            cases, runner, prepare, jobs=args.jobs, timeout=args.timeout, row_of=in_worker.row_of, preload=module
+            cases,
+            runner,
+            prepare,
+            jobs=args.jobs,
+            timeout=args.timeout,
+            row_of=in_worker.row_of,
+            stop_starting_after=None if args.minutes is None else 60 * args.minutes,
+            preload=module,
         )
         bar = _progress(len(cases))
         try:
@@ -155,11 +164,20 @@ def _captures(args: argparse.Namespace) -> int:
                 bar.close()
     if args.out is not None:
         args.out.write_text(captures_table.page(path))
+    return _differences(path, args.device, len(cases))
+
+
+def _differences(path: Path, device: str, wanted: int | None = None) -> int:
+    """Say which differences have no reason; the exit status says whether any has none, or an op is missing."""
+    from . import captures_table
+
     _, done = captures_table.read(path)
-    lines = captures_table.unjustified(done, args.device)
+    missing = 0 if wanted is None else wanted - len(done)
+    lines = captures_table.unjustified(done, device)
     print("\n".join(lines + [f"{name}: {count}" for name, count in Counter(r["outcome"] for r in done).items()]))
-    print(f"{len(done)} ops, {len(lines)} differences without a reason; results: {path}")
-    return int(bool(lines))
+    late = f", {missing} more not begun" if missing else ""
+    print(f"{len(done)} ops{late}, {len(lines)} differences without a reason; results: {path}")
+    return int(bool(lines or missing))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,7 +188,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = getattr(args, name)
             if path is not None:
                 (HERE / f"{name}.md").write_text(page(path))
-        return 0
+        if args.captures is None:
+            return 0
+        from . import captures_table
+
+        (HERE / "captures.md").write_text(captures_table.page(args.captures))
+        environment, _ = captures_table.read(args.captures)
+        return _differences(args.captures, str(environment["device"]))
     if args.command == "upstream":
         from . import upstream
 

@@ -350,14 +350,14 @@ def judge(step: Step, function: Callable[..., Any]) -> Judged:
     try:
         read = trace.read(function, args, kwargs, **DATA_IN_GRAPH)
         if read.graph is not None:
-            report += passes.check(read.graph, trace.TORCH_LEVEL)
+            report += trace.check_torch_level(read.graph)
     except TraceError as error:
         notes.append(f"not read at torch level: [{error.id}] {error.observed}"[:200])
     except Exception as error:  # the op's own, raised while Dynamo runs it on fake tensors
         notes.append(f"not read at torch level: {describe(error)}"[:200])
     graph, mode = aten_graph(step)
     if graph is not None:
-        report += passes.check(graph, passes.CAPTURABLE)
+        report += passes.check(trace.on_one_device(graph), passes.CAPTURABLE)
     ids, observed = list(report.ids), [violation.observed for violation in report.violations]
     if graph is None and not ids:
         ids, observed = [NO_GRAPH], [mode]

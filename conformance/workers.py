@@ -21,6 +21,9 @@ CASES_PER_PROCESS = 150
 START_SECONDS = 300.0
 """A process must say that it is ready within this time; it imports torch and the op database."""
 
+FAILED_STARTS = 5
+"""So many processes may die at their start, if others have started: a busy device may refuse one now and then."""
+
 Runner = Callable[[Any, Callable[[str], None]], Row]
 """Runs a case; is told where to say how far it is. Must be picklable."""
 
@@ -62,7 +65,7 @@ class _Worker:
             self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
-        self.process.join()
+        self.process.join(30)  # one that hangs in the driver cannot be waited for
         self.pipe.close()
 
 
@@ -102,6 +105,7 @@ def run(
     waiting = collections.deque(cases)
     workers: list[_Worker] = []
     broken: list[_Worker] = []
+    started = failed_starts = 0
     try:
         while waiting or any(worker.case is not None for worker in workers):
             if stop_starting_after is not None and time.monotonic() - began > stop_starting_after:
@@ -112,14 +116,27 @@ def run(
             for worker in list(workers):
                 row, over = None, False
                 if worker.pipe in ready:
-                    row, over = _hear(worker, row_of)
+                    was_ready = worker.ready
+                    try:
+                        row, over = _hear(worker, row_of)
+                    except RuntimeError:
+                        failed_starts += 1
+                        if not started or failed_starts > FAILED_STARTS:
+                            raise
+                        over = True
+                    started += worker.ready and not was_ready
                 elif time.monotonic() > worker.deadline:
                     row, over = _row_for(worker, row_of, Outcome.TIMEOUT, f"no end after {timeout:g} s"), True
+                    worker.broken = True
                 if worker.ready and worker.case is None and not over:
                     if waiting and worker.done < CASES_PER_PROCESS:
                         worker.case, worker.stage = waiting.popleft(), "start"
                         worker.deadline = time.monotonic() + timeout
-                        worker.pipe.send(worker.case)
+                        try:
+                            worker.pipe.send(worker.case)
+                        except OSError:  # it died between two cases
+                            waiting.appendleft(worker.case)
+                            worker.case, over = None, True
                     else:
                         over = True
                 if over:

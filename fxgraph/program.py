@@ -259,8 +259,8 @@ class Program:
         if name is None:
             return None
         reason = f"[{error.id}] {describe_call(node)} cannot be captured: {error.observed} ({where_of(node)})"
-        key = next(key for key, known in self.captures.items() if known is capture)
-        self.captures.pop(key).release()
+        key = next((key for key, known in self.captures.items() if known is capture), None)
+        self.captures.pop(key, capture).release()
         self.pools.trim()
         if self._around is not None and self.instead is None:
             self.instead = self._around({name: reason})
@@ -419,8 +419,8 @@ class Program:
             self.pools.trim()
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise RunEagerly("no memory for a capture") from error
-            own = self._own_failure(capture, list(tensors))
-            if own is None and (reason := self._set_aside(error, capture)) is not None:
+            eager_can = engines.blamed(error.__cause__) is None or self._own_failure(capture, list(tensors)) is None
+            if eager_can and (reason := self._set_aside(error, capture)) is not None:
                 raise (RunEagerly(reason) if self.instead is None else _TakenOver()) from error
             capture.failures += 1
             raise RunEagerly(_FAILED + error.observed) from error

@@ -379,7 +379,7 @@ def export(
     if cached is None:
         cached = weight_casts.cached_inputs(graph, inputs)
     weight_casts.merge(joint, cached, output_args(joint)[num_forward:])
-    joint = _on_one_device(joint)
+    joint = on_one_device(joint)
     tangent_of = []
     input_specs = []
     given = iter(specs)
@@ -451,7 +451,7 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     return passes.Report(tuple(filter(stands, report.violations)))
 
 
-def _on_one_device(joint: fx.GraphModule) -> fx.GraphModule:
+def on_one_device(joint: fx.GraphModule) -> fx.GraphModule:
     """The joint graph with constants of the CPU moved to the device that it works on, where it works on another."""
     devices = {tensor.device.type for node in joint.graph.nodes for tensor in tensors_of(node)} - {"meta"}
     rewrite = passes.MoveConstantsToDevice()

@@ -17,7 +17,7 @@ from . import op_lists
 from .capturable_ops import OpConstraint, host_copy
 from .constraint import NodeConstraint, Satisfied, Verdict, Violation
 from .contract_arguments import PLAIN_TENSOR_TYPES, layout_of
-from .facts import CALLS, describe_call, input_tensors_of, is_aten, name_of, overload_of, tensors_of, where_of
+from .facts import CALLS, describe_call, input_tensors_of, is_aten, name_of, overload_of, tensors_of, value_of, where_of
 
 _TRACED_TENSOR_TYPES: frozenset[type] = PLAIN_TENSOR_TYPES | {FakeTensor, FunctionalTensor}
 _TORCH_NAMESPACES = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -88,7 +88,12 @@ class UnsupportedLayout(OpConstraint):
             layout = layout_of(tensor)
             if layout is not None:
                 return f"{describe_call(node)} on {layout}"
-        return f"{describe_call(node)} makes one" if name_of(node) in op_lists.EXOTIC_LAYOUT else None
+        if name_of(node) in op_lists.EXOTIC_LAYOUT:
+            return f"{describe_call(node)} makes one"
+        for source in node.all_input_nodes:
+            if value_of(source) is None and name_of(source) in op_lists.EXOTIC_LAYOUT:
+                return f"{describe_call(node)} on what {source} makes"
+        return None
 
 
 @dataclass(frozen=True)

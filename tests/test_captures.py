@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,50 @@ def test_a_row_that_says_so_ends_its_process() -> None:
     )  # forks of the process that the command above has started
     a, b, c = (row["process"] for row in rows)
     assert a == b != c
+
+
+def die_once_ready(mark: str) -> None:
+    """Every second process, counted in a folder, dies before it is ready; the first one does not."""
+    number = len(os.listdir(mark))
+    (Path(mark) / f"{number}").touch()
+    if number % 2:
+        os._exit(3)
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_a_process_that_does_not_start_is_replaced_if_others_have_started(tmp_path: Path, fails_first: bool) -> None:
+    if fails_first:
+        (tmp_path / "0").touch()
+    cases = [Case(name, "float32") for name in "abc"]
+    runner = functools.partial(note_process, retire="b")
+    prepare = functools.partial(die_once_ready, str(tmp_path))
+    rows = workers.run(cases, runner, prepare, jobs=1, timeout=60, row_of=dict, preload=command_line.PRELOAD)
+    if fails_first:
+        with pytest.raises(RuntimeError, match="died at its start"):
+            list(rows)
+        return
+    assert [row["op"] for row in rows] == ["a", "b", "c"]
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_ops_that_are_not_begun_in_time_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["captures", "--only", "mul", "add", "--minutes", "0", "--results", str(tmp_path / "rows.jsonl")]
+    assert command_line.main(command) == 1
+    assert "0 ops, 2 more not begun, 0 differences without a reason" in capsys.readouterr().out
+
+
+def test_a_results_file_is_judged_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = {"sample": 0, "raw": CAPTURES, "ids": ["host-sync"], "relation": STRICTER, "observed": ["reads"]}
+    row = {"case": "capture/odd/float32", "op": "odd", "dtype": "float32", "samples": [sample], "outcome": STRICTER}
+    rows = [{"case": "environment", "device": "cuda (a GPU)"}, {**row, "date": "today", "revision": ""}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    monkeypatch.setattr(command_line, "HERE", tmp_path)
+    assert command_line.main(["tables", "--captures", str(path)]) == 1
+    assert "stricter: odd: captures; host-sync" in capsys.readouterr().out
+    assert "**unjustified**" in (tmp_path / "captures.md").read_text()
+    monkeypatch.setitem(captures_table.OPS, ("odd", "host-sync"), "it is")
+    assert command_line.main(["tables", "--captures", str(path)]) == 0
+    assert "1 ops, 0 differences without a reason" in capsys.readouterr().out
