@@ -38,7 +38,7 @@ PARTS = [
     ("signature: key", "fxgraph.program", "Program._key_of"),
     ("slot search (rest)", "fxgraph.program", "Program._slot_for"),
     ("slot search: shared memory", "fxgraph.program", "Program._refuse_shared_writes"),
-    ("slot search: free slot", "fxgraph.slots", "Capture.acquire"),
+    ("slot search: free slot", "fxgraph.slots", "Capture.free_slot"),
     ("outputs put together", "fxgraph.replay", "run"),
     ("autograd node: apply", "fxgraph.replay", "_Node.apply"),
     ("autograd node: forward (rest)", "fxgraph.replay", "_Node.forward"),
@@ -52,7 +52,7 @@ PARTS = [
     ("backward: node (rest)", "fxgraph.replay", "_Node.backward"),
     ("backward: check versions", "fxgraph.replay", "Call.check_versions"),
     ("backward: hand out (rest)", "fxgraph.replay", "_backward"),
-    ("backward: copy tangents in", "fxgraph.replay", "copy_all"),
+    ("backward: copy tangents in", "fxgraph.slots", "Slot.fill_tangents"),
     ("backward: give the slot back", "fxgraph.replay", "Call.end"),
 ]
 ENTRIES = [name for name in CONTESTANTS if name.startswith("fxgraph")]

@@ -61,7 +61,8 @@ def database() -> dict[str, Any]:
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     for module in list(sys.modules.values()):
-        if module.__name__.startswith("torch.testing._internal") and hasattr(module, "wrapper_set_seed"):
+        name = getattr(module, "__name__", "")  # not all that libraries put there are modules
+        if name.startswith("torch.testing._internal") and hasattr(module, "wrapper_set_seed"):
             vars(module)["wrapper_set_seed"] = _without_seed
     return {op.formatted_name: op for op in op_db}
 

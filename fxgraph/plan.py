@@ -134,12 +134,26 @@ class Plan:
         return (*self.mutated, *[index for index, _ in self.updates])
 
     @functools.cached_property
+    def constant(self) -> list[int]:
+        """Inputs without a gradient that are not live."""
+        return [i for i, spec in enumerate(self.inputs) if not spec.live and i not in self.gradient_of]
+
+    @functools.cached_property
+    def not_differentiable(self) -> list[int]:
+        """Outputs of the autograd node that require no grad."""
+        return [k for k, out in enumerate(self.handed) if not out.requires_grad]
+
+    @functools.cached_property
     def keeps(self) -> bool:
         """Whether the backward needs anything of the slot's forward."""
         return any(source.kind != "tangent" for source in self.backward_inputs)
 
     def needed_for(self, gradients: Collection[int]) -> set[int]:
-        """The positions of the backward's inputs that these of its outputs depend on."""
+        """The positions of the backward's inputs that eager reads for these of its outputs.
+
+        An autograd node unpacks all that it has saved, also where not all of its gradients are asked for. Ops of one
+        node have the same ``seq_nr``.
+        """
         assert self.backward is not None, "without a backward nothing has a gradient"
         results = output_args(self.backward)
         found: set[fx.Node] = set()
@@ -149,7 +163,9 @@ class Plan:
             if node not in found:
                 found.add(node)
                 waiting += node.all_input_nodes
+        run = {node.meta["seq_nr"] for node in found if "seq_nr" in node.meta and node.op == "call_function"}
         placeholders = self.backward.graph.find_nodes(op="placeholder")
+        found.update(node for node in placeholders if any(user.meta.get("seq_nr") in run for user in node.users))
         return {position for position, node in enumerate(placeholders) if node in found}
 
 

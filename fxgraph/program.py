@@ -143,7 +143,7 @@ class Program:
             if forward_ad_level() >= 0:
                 raise RunEagerly(FORWARD_MODE)
             with self.lock:
-                flat = self._unwrap_numbers(inputs)
+                flat = self._unwrap_numbers(inputs) if self._wrapped_numbers else inputs
                 capture = self._capture_for(flat)
                 tensors = inputs if self._guarded else tuple([x for x in flat if isinstance(x, torch.Tensor)])
                 slot = self._slot_for(capture, tensors)
@@ -245,8 +245,6 @@ class Program:
         return known[defined]
 
     def _unwrap_numbers(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        if not self._wrapped_numbers:
-            return inputs
         flat = list(inputs)
         for position in self._wrapped_numbers:
             if flat[position].device.type == "cpu" and flat[position].numel() == 1:
@@ -257,7 +255,8 @@ class Program:
         key = self._key_of(inputs)
         capture = self.captures.get(key)
         if capture is not None:
-            self.captures.move_to_end(key)
+            if len(self.captures) > 1:
+                self.captures.move_to_end(key)
             return capture
         if key in self.eager_keys:
             raise RunEagerly(self.eager_keys[key])
@@ -312,7 +311,11 @@ class Program:
             )
 
     def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
-        self._refuse_shared_writes(capture, tensors)
+        if capture.plan.written:
+            self._refuse_shared_writes(capture, tensors)
+        slot = capture.free_slot()
+        if slot is not None:
+            return slot
         if capture.failures > 1:
             raise RunEagerly("captures of it fail")
         try:

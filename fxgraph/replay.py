@@ -24,12 +24,13 @@ from ._torch_compat.autograd import (
     transforms_active,
     will_run,
 )
+from ._torch_compat.dynamo import never_read
 from .accumulate import Accumulator, Request, refuse_hooks
 from .engines.base import empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
 from .plan import Plan
-from .slots import Capture, Lease, Slot, compact, copy_all
+from .slots import Capture, Lease, Slot, compact
 
 
 class Call:
@@ -45,7 +46,8 @@ class Call:
 
     __slots__ = (
         *("accumulated", "accumulator", "anchor", "capture", "edges", "handed", "inputs", "lease", "live"),
-        *("parameters", "program", "random_state", "request", "slot", "twin", "versions", "with_history"),
+        *("live_versions", "parameters", "program", "random_state", "request", "slot", "twin", "versions"),
+        "with_history",
     )
 
     def __init__(
@@ -53,7 +55,8 @@ class Call:
     ) -> None:
         self.program, self.capture, self.slot, self.inputs, self.twin = program, capture, slot, inputs, twin
         self.lease = Lease(slot)
-        self.live: list[tuple[torch.Tensor, int, int]] = []  # for plan.saved_live: tensor, version, address
+        self.live: list[torch.Tensor] = []  # for plan.saved_live; where they lay is the capture's to know
+        self.live_versions: list[int] = []
         self.handed: list[tuple[torch.Tensor, int, int]] = []  # of plan.saved_handed: tensor, version, which
         self.versions: list[int] = []
         self.with_history: list[int] = []
@@ -106,24 +109,27 @@ class Call:
         if not plan.repeatable:
             self.inputs = ()
             return []
-        self.versions = _versions(self.inputs)
-        kept, inputs = [], list(self.inputs)
-        for i, (tensor, spec) in enumerate(zip(inputs, plan.inputs, strict=True)):
-            if not tensor.requires_grad:
-                if not spec.live:
-                    inputs[i] = tensor.detach()
-            elif not tensor.is_leaf:
+        given = self.inputs
+        self.versions = _versions(given)
+        kept, detached = [], []
+        for i in plan.gradient_of:
+            if not given[i].is_leaf:
                 self.with_history.append(i)
-                kept.append(tensor)
-                inputs[i] = tensor.detach()
-        self.inputs = tuple(inputs)
+                kept.append(given[i])
+                detached.append(i)
+        detached += plan.constant
+        if detached:
+            inputs = list(given)
+            for i in detached:
+                inputs[i] = given[i].detach()
+            self.inputs = tuple(inputs)
         return kept
 
     def watch(self, handed: Sequence[torch.Tensor]) -> None:
         """Remember the tensors whose memory the backward reads, as they are now."""
         plan, inputs = self.capture.plan, self.inputs
-        live = [inputs[i] for i in plan.saved_live]
-        self.live = list(zip(live, _versions(live), [tensor.data_ptr() for tensor in live], strict=True))
+        self.live = [inputs[i] for i in plan.saved_live]
+        self.live_versions = _versions(self.live)
         for k in plan.saved_handed:
             if k not in self.capture.copied_outputs:
                 self.handed.append((handed[k].detach(), _version(handed[k]), k))
@@ -136,8 +142,15 @@ class Call:
             ReplayError: where a parameter was given other memory (``p.data = ...``). What eager gives then depends on
                 whether the op has saved the parameter or a view of it.
         """
-        plan = self.capture.plan
-        for (tensor, version, address), (i, positions) in zip(self.live, plan.saved_live.items(), strict=False):
+        live, addresses, plan = self.live, self.capture.saved_addresses, self.capture.plan
+        if (
+            not self.handed
+            and [tensor.data_ptr() for tensor in live] == addresses
+            and _versions(live) == self.live_versions
+        ):
+            return
+        watched = zip(live, self.live_versions, addresses, plan.saved_live.items(), strict=True)
+        for tensor, version, address, (i, positions) in watched:
             if tensor.data_ptr() != address and self._needs(positions, ctx):
                 raise ReplayError(
                     "parameter-replaced",
@@ -163,7 +176,7 @@ class Call:
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs, self.live, self.handed, self.twin = (), [], [], None
+        self.inputs, self.live, self.live_versions, self.handed, self.twin = (), [], [], [], None
 
 
 def _wanted(call: Call, ctx: Any) -> list[int]:
@@ -269,10 +282,11 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
             with contextlib.nullcontext() if counted else preserve_versions([inputs[index]]):
                 compact(inputs[index]).copy_(compact(static))
     inference = torch.is_inference_mode_enabled()
+    if not inference and not capture.copied_outputs:
+        return tuple([buffer.detach() for buffer in slot.handed])
     copied = {slot.roots[k] for k in capture.copied_outputs}
     handed: list[torch.Tensor] = []
-    for k, out in enumerate(plan.handed):
-        buffer, root = slot.outputs[out.position], slot.roots[k]
+    for k, (buffer, root) in enumerate(zip(slot.handed, slot.roots, strict=True)):
         if root in copied and root != k:
             handed.append(_tensor_in(handed[root].untyped_storage(), buffer))
         elif root not in copied:
@@ -307,9 +321,8 @@ class _Node(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         handed = _forward(call.capture, call.slot, call.inputs)
-        ctx.mark_non_differentiable(
-            *[out for out, spec in zip(handed, plan.handed, strict=True) if not spec.requires_grad]
-        )
+        if plan.not_differentiable:
+            ctx.mark_non_differentiable(*[handed[k] for k in plan.not_differentiable])
         if plan.keeps:
             call.watch(handed)
         else:
@@ -319,7 +332,7 @@ class _Node(torch.autograd.Function):
         return handed
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled autograd would read into the replay
+    @never_read  # compiled autograd would read into the replay
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()
@@ -363,28 +376,31 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     tangents = [tangent for tangent in given if tangent is not None]
     if len(tangents) < len(given):
         return _partial_backward(call, given)
+    # With is_grads_batched=True: ops have batching rules, replays and copies have not.
+    if any(map(is_batched, tangents)) or not slot.takes(tangents):
+        return _op_by_op(plan, [*slot.backward_inputs()[: -len(tangents)], *tangents])
+    slot.fill_tangents(tangents)
+    if call.accumulator is not None:
+        gradients = _accumulating_backward(call, call.accumulator)
+        if gradients is not None:
+            return gradients
+    if slot.backward is None and not slot.outdated:
+        slot.will_need_plain()
+    if slot.backward is None or not slot.gradients_free():
+        return _op_by_op(plan, slot.backward_inputs())
+    slot.backward.replay()
+    copied = slot.copied_gradients
+    if copied:
+        with kernels_only():
+            return tuple([copy_of(g) if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
+    return tuple([gradient.detach() for gradient in slot.gradients])
+
+
+def _op_by_op(plan: Plan, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """The backward into new memory."""
+    assert plan.backward is not None, "it has run"
     with kernels_only():
-        # With is_grads_batched=True: ops have batching rules, replays and copies have not.
-        if any(map(is_batched, tangents)):
-            return tuple(plan.backward(*slot.backward_inputs()[: -len(tangents)], *tangents))  # type: ignore[misc]
-        if not slot.takes(tangents):
-            saved = slot.backward_inputs()[: -len(tangents)]
-            return tuple(plan.backward(*saved, *tangents))  # type: ignore[misc]
-        copy_all(
-            [compact(t) for t in slot.tangents],
-            [compact_as(g, t) for g, t in zip(tangents, slot.tangents, strict=True)],
-        )
-        if call.accumulator is not None:
-            gradients = _accumulating_backward(call, call.accumulator)
-            if gradients is not None:
-                return gradients
-        if slot.backward is None and not slot.outdated:
-            slot.will_need_plain()
-        if slot.backward is None or not slot.gradients_free():
-            return tuple(plan.backward(*slot.backward_inputs()))  # type: ignore[misc]
-        slot.backward.replay()
-        copied = slot.copied_gradients
-        return tuple([copy_of(g) if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
+        return tuple(plan.backward(*inputs))
 
 
 def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.Tensor | None, ...] | None:
@@ -399,8 +415,9 @@ def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.
     accumulator.hand_out(call.parameters, pattern)
     call.accumulated = ()
     gradients: list[torch.Tensor | None] = [None] * len(call.capture.plan.gradient_of)
-    for k, gradient in zip(accumulator.others, backward.gradients, strict=True):
-        gradients[k] = copy_of(gradient) if k in call.slot.copied_gradients else gradient.detach()
+    with kernels_only():
+        for k, gradient in zip(accumulator.others, backward.gradients, strict=True):
+            gradients[k] = copy_of(gradient) if k in call.slot.copied_gradients else gradient.detach()
     return tuple(gradients)
 
 
@@ -427,14 +444,6 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     copy = empty_like_layout(tensor, tensor.device)
     compact(copy).copy_(compact(tensor))
     return copy
-
-
-def compact_as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The value, narrowed where ``like`` is expanded."""
-    for dim, (size, stride) in enumerate(zip(like.size(), like.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            value = value.narrow(dim, 0, 1)
-    return value
 
 
 def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -501,13 +510,18 @@ def _differentiable_backward(
         for k, out in node_outputs(plan, outputs, inputs).items()
         if grads[k] is not None and out.requires_grad
     ]
-    return torch.autograd.grad(
+    sources = [i for i in plan.gradient_of if inputs[i].requires_grad]  # AccumulateGrad passes over what is frozen now
+    if not chosen or not sources:
+        return (None,) * len(plan.gradient_of)
+    gradients = torch.autograd.grad(
         [output for output, _ in chosen],
-        [inputs[i] for i in plan.gradient_of],
+        [inputs[i] for i in sources],
         [grad for _, grad in chosen],
         create_graph=True,
         allow_unused=True,
     )
+    found = dict(zip(sources, gradients, strict=True))
+    return tuple([found.get(i) for i in plan.gradient_of])
 
 
 def node_outputs(plan: Plan, outputs: Sequence[Any], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

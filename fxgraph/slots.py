@@ -107,6 +107,9 @@ class Slot:
             self._arguments = [
                 value.detach() if static is None else static for static, value in zip(self.statics, inputs, strict=True)
             ]
+            self._copied = [i for i, static in enumerate(self.statics) if static is not None]
+            self._targets = [compact(self._arguments[i]) for i in self._copied]
+            self._expanded = [i for i in self._copied if 0 in self._arguments[i].stride()]
             self.fill(inputs)
         mutated = [self._arguments[i] for i in plan.mutated]
         with engine.unchanged(mutated):
@@ -114,11 +117,14 @@ class Slot:
                 capture.pool, plan.forward, self._arguments, capture.num_warmup_iters
             )
         self.outputs = self.forward.outputs
+        self.handed = [self.outputs[out.position] for out in plan.handed]
         self._watch_outputs()
-        self.roots = _roots([self.outputs[out.position] for out in plan.handed])
+        self.roots = _roots(self.handed)
         self.backward: CapturedRegion | None = None
         self.gradients: tuple[torch.Tensor, ...] = ()
         self.tangents: list[torch.Tensor] = []
+        self._tangent_targets: list[torch.Tensor] = []
+        self._tangent_strides: list[tuple[int, ...]] = []
         self._held_gradients = Held([])
         self.copied_gradients: set[int] = set()
         self.stale_gradients: set[int] = set()
@@ -140,6 +146,8 @@ class Slot:
                 self.tangents = [engine.empty(pool, self.outputs[plan.handed[k].position]) for k in plan.tangents]
                 for tangent in self.tangents:
                     compact(tangent).fill_(1)
+            self._tangent_targets = [compact(tangent) for tangent in self.tangents]
+            self._tangent_strides = [tangent.stride() for tangent in self.tangents]
         with engine.unchanged([self._arguments[i] for i in plan.mutated]):
             self.forward.replay()
             if self._plain and self.backward is None:
@@ -181,7 +189,7 @@ class Slot:
         self._plain = True
 
     def _watch_outputs(self) -> None:
-        self._held = Held([self.outputs[out.position] for out in self.capture.plan.handed])
+        self._held = Held(self.handed)
 
     def backward_inputs(self) -> list[torch.Tensor]:
         """The tensors that the backward graph takes, in its order."""
@@ -190,12 +198,9 @@ class Slot:
 
     def fill(self, inputs: Sequence[torch.Tensor]) -> None:
         """Copy the call's inputs into the static buffers."""
-        targets, sources = [], []
-        for static, value in zip(self.statics, inputs, strict=True):
-            if static is not None:
-                targets.append(compact(static))
-                sources.append(compact(value))
-        copy_all(targets, sources)
+        if self._expanded:
+            inputs = [compact(value) if i in self._expanded else value for i, value in enumerate(inputs)]
+        copy_all(self._targets, [inputs[i] for i in self._copied])
 
     def free(self) -> bool:
         """Whether a forward may overwrite this slot now."""
@@ -229,8 +234,18 @@ class Slot:
                 region.release()
         self.backward, self.accumulating = None, {}
 
+    def fill_tangents(self, tangents: Sequence[torch.Tensor]) -> None:
+        """Copy the gradients of the outputs, which :meth:`takes` has seen, into the static tangents."""
+        sources = [
+            tangent if target is static else compact_as(tangent, static, target)
+            for tangent, static, target in zip(tangents, self.tangents, self._tangent_targets, strict=True)
+        ]
+        copy_all(self._tangent_targets, sources)
+
     def takes(self, tangents: Sequence[torch.Tensor]) -> bool:
         """Whether the backward was captured for tangents of this layout; if not, it will be. See Note [Tangents]."""
+        if [tangent.stride() for tangent in tangents] == self._tangent_strides:
+            return True
         if all(map(_same_layout, tangents, self.tangents)) or self._layouts_learned == MAX_LAYOUTS:
             return True
         if any(torch._debug_has_internal_overlap(compact(tangent)) == 1 for tangent in tangents):
@@ -254,7 +269,7 @@ class Slot:
         self.pending = False
         if not self.capture.engine.poisons:
             return
-        others = [self.outputs[out.position] for out in self.capture.plan.handed] + self._arguments
+        others = self.handed + self._arguments
         kept = {tensor.untyped_storage().data_ptr() for tensor in others}
         own = [buffer for buffer in self.outputs if buffer.untyped_storage().data_ptr() not in kept]
         self.capture.engine.poison(own)
@@ -283,6 +298,8 @@ class Capture:
         self.plan, self.engine, self.device, self.pool = plan, engine, device, pool
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
         self.addresses = tuple(tensor.data_ptr() for tensor in live)
+        places = dict(zip([i for i, spec in enumerate(plan.inputs) if spec.live], self.addresses, strict=True))
+        self.saved_addresses = [places[i] for i in plan.saved_live]
         self._live = [weakref.ref(tensor) for tensor in live]
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
@@ -324,18 +341,24 @@ class Capture:
         self.slots.append(slot)
         return slot
 
+    def free_slot(self) -> Slot | None:
+        """A slot that a forward may use now as it is."""
+        for slot in self.slots:
+            if slot.free() and not slot.outdated:
+                return slot
+        return None
+
     def acquire(self, inputs: Sequence[torch.Tensor]) -> Slot | None:
-        """A slot that a forward may use now, captured if need be; None if ``max_in_flight`` forwards are pending.
+        """Where there is no :meth:`free_slot`: one captured for it; None if ``max_in_flight`` forwards are pending.
 
         Checkpoint runs a forward again and compares what is saved each time. A replay saves other tensors than eager
         does, so inside of a checkpoint there is always a slot.
         """
         for slot in self.slots:
             if slot.free():
-                if slot.outdated:
-                    self.slots.remove(slot)  # until it is whole again
-                    slot.renew_backward()
-                    self.slots.append(slot)
+                self.slots.remove(slot)  # until it is whole again
+                slot.renew_backward()
+                self.slots.append(slot)
                 return slot
         for slot in [slot for slot in self.slots if not slot.pending]:
             self.copied_outputs.update(slot.held())  # Note [Hand-out]
@@ -379,6 +402,16 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
     elif targets:
         targets[0].copy_(sources[0])
+
+
+def compact_as(value: torch.Tensor, like: torch.Tensor, compacted: torch.Tensor) -> torch.Tensor:
+    """The value, narrowed in the dimensions in which ``like`` is expanded; ``compacted`` is ``compact(like)``."""
+    if value.stride() == like.stride():
+        return value.as_strided(compacted.size(), compacted.stride(), value.storage_offset())
+    for dim, (size, stride) in enumerate(zip(like.size(), like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,10 @@ class Side:
         elif layout == "transposed":
             x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.t().contiguous().t()
         elif layout == "sliced":
-            x = torch.cat([x, x + 1], dim=-1)[1:, ..., 1 : 1 + x.shape[-1]] if rows > 2 else x
+            # Some GPU kernels (cuBLAS in float64) depend on how memory is aligned, and with them the rounding. A static
+            # buffer is aligned, so inputs are too: 4 elements are 16 bytes at least.
+            first = 4 if self.device == "cuda" else 1
+            x = torch.cat([x, x + 1, x], dim=-1)[1:, ..., first : first + x.shape[-1]] if rows > 2 else x
         elif layout == "expanded":
             x = x[:1].expand(x.shape)
         self._last = {key: x.detach()}
@@ -200,6 +203,19 @@ class Side:
             loss.backward()
         return look(call.out), x.grad
 
+    def in_flight(self, rows: int, layout: str, autograd: str, context: str, order: tuple[int, ...]) -> Any:
+        """Several forwards of which only the losses are kept, then their backwards in any order."""
+        calls = []
+        for _ in order:
+            x, given = self._input(rows, layout, autograd)
+            calls.append(Call(x, given, self._run(given, context)))
+            calls[-1].keep_only_a_loss()
+        for which in order:
+            loss = calls[which].loss()
+            if loss is not None:
+                loss.backward()
+        return [call.x.grad for call in calls]
+
     def chain(self, rows: int, layout: str, autograd: str, context: str) -> Any:
         x, given = self._input(rows, layout, autograd)
         context = "plain" if context == "autocast" else context
@@ -263,7 +279,8 @@ class Side:
         wanted = [p for _, p in self._parameters(-1) if p.requires_grad]
         if call is not None and call.x.requires_grad:
             wanted.append(call.x)
-        if call is None or call.rounded or loss is None or not wanted:
+        # Eager's hooks on an output also see what comes back through results that ops inside have saved.
+        if call is None or call.rounded or call.hooked or loss is None or not wanted:
             return NOTHING
         self._forget_call(call)
         first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
@@ -620,8 +637,11 @@ class Twins:
                 self.eager.recover()
                 self.graphed.recover()
                 set_rng_state(after)
-                if self.eager.updating:  # the two need not have come equally far
+                if self.eager.updating:
+                    # The two need not have come equally far: hooks may have changed parameters, and their versions.
                     align(self.graphed, self.eager)
+                    for side in (self.graphed, self.eager):
+                        side.calls, side.spent = [], None
             else:
                 assert all(map(torch.equal, rng_state(self.device), after)), f"{what}: other random numbers were drawn"
                 # A second derivative through a batch norm or a loss is made of sums that cancel.

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 WIDTH = 4
 
 BLOCKS = (
-    "linear", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale", "views",
-    "add_", "matmul", "noise", "count", "chunk", "where", "dead",
+    "linear", "tied", "tied", "layer_norm", "batch_norm", "dropout", "relu", "relu_", "tanh", "residual", "scale",
+    "views", "add_", "matmul", "noise", "count", "chunk", "where", "dead",
 )  # fmt: skip
 
-FORMS = ("one", "sum", "pair", "views", "whole numbers", "dict", "detached", "input", "nothing to learn")
+FORMS = ("one", "sum", "pair", "views", "whole numbers", "dict", "dict", "detached", "input", "nothing to learn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,10 +249,16 @@ LAYOUTS = ("plain", "plain", "plain", "transposed", "sliced", "expanded", "the l
 AUTOGRAD = ("none", "leaf", "leaf", "with history")
 """What autograd knows of an input."""
 
-CONTEXTS = ("plain", "plain", "plain", "plain", "autocast", "checkpoint")
+CONTEXTS = ("plain", "plain", "plain", "plain", "autocast", "autocast", "checkpoint")
 """Under what a module is called."""
 
 _calls = st.tuples(rows, st.sampled_from(LAYOUTS), st.sampled_from(AUTOGRAD), st.sampled_from(CONTEXTS))
+
+
+def _with_order(drawn: tuple[tuple[Any, ...], list[int]]) -> tuple[Any, ...]:
+    return (*drawn[0], tuple(drawn[1]))
+
+
 _which = st.integers(0, 3)  # which of several things, counted modulo their number
 _any = st.integers(-1, 7)  # which of the parameters or layers; -1: all of them
 
@@ -260,6 +266,7 @@ STEPS: dict[str, tuple[int, st.SearchStrategy[tuple[Any, ...]]]] = {
     "call": (3, _calls),
     "call_for_a_loss": (3, _calls),
     "train": (4, _calls),
+    "in_flight": (1, st.tuples(_calls, st.permutations(range(2)) | st.permutations(range(3))).map(_with_order)),
     "chain": (1, _calls),
     "backward": (6, st.tuples(_which, st.sampled_from([0, 0, 0, 1, 2]), st.booleans())),
     "backward_again": (1, st.tuples()),

@@ -224,7 +224,7 @@ def run_of_the_command(tmp_path_factory):
     command = [sys.executable, "-m", "conformance", "ops", "--only", *OPS, "--samples", "1", "--timeout", "60"]
     command += ["--variants", "function", "inplace", "mutate", "--entries", *entries.ENTRIES, PLANT]
     command += ["--results", str(path), "--table", str(table)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
     return {row["case"]: row for row in results.read(path)}, table.read_text(), done.stdout.splitlines()[-1]
@@ -341,3 +341,8 @@ def test_another_projects_tests_run_with_our_names(tmp_path):
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_database_is_found_among_things_that_are_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cython.parallel", object())
+    assert "add" in ops.database.__wrapped__()

@@ -308,3 +308,36 @@ def test_a_random_op_whose_result_nobody_uses(draw: Any, device: str) -> None:
         out = each(x)
         results.append((out.detach(), torch.autograd.grad(out.sum(), x)[0], torch.rand(1, device=device)))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_a_parameter_frozen_before_a_second_derivative(device: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    x = torch.randn(5, 3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(module), (x,))
+    results = []
+    for each in (module, graphed):
+        out = each(x)
+        each[0].weight.requires_grad_(False)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        results.append([grad.detach(), x.grad, *[p.grad for p in each.parameters()]])
+        x.grad = None
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert results[0][2] is None, "frozen"
+
+
+def test_a_weight_changed_before_its_own_gradient_is_asked_for(device: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(device)
+    x = torch.randn(5, 3, device=device)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(module), (x,))
+    for each in (module, graphed):
+        loss = each(x).sum()
+        with torch.no_grad():
+            each[0].weight.add_(1)  # nobody has saved it: x needs no gradient
+        torch.autograd.grad(loss, each[0].weight, retain_graph=True)
+        with torch.no_grad():
+            each[1].weight.add_(1)
+        # Its gradient does not depend on it, but it lies with what the same node has saved.
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, each[1].weight)

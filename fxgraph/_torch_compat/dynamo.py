@@ -11,10 +11,11 @@ import contextlib
 import re
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+from torch._C._dynamo import eval_frame
 from torch._dynamo import convert_frame, exc, guards
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -274,6 +275,20 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
         raise Miscompiled(
             "a torch.autograd.Function, whose gradients Dynamo gets wrong in some cases before torch 2.13"
         )
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_read(function: Function) -> Function:
+    """Dynamo and compiled autograd run this function, and what it calls, as it is.
+
+    ``torch.compiler.disable`` does the same by a wrapper that costs each call some microseconds; this marks the code.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 SkipFrame = exc.SkipFrame

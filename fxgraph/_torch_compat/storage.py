@@ -29,7 +29,10 @@ class Held:
 
     def any(self) -> bool:
         """Whether somebody else holds at least one of the storages."""
-        return any(_use_count(cdata) != baseline for cdata, baseline in self._baselines)
+        for cdata, baseline in self._baselines:  # noqa: SIM110  # twice as quick as any() of a generator
+            if _use_count(cdata) != baseline:
+                return True
+        return False
 
     def which(self) -> list[int]:
         """Indices of the tensors whose storages somebody else holds."""

@@ -42,6 +42,7 @@ class CudaPool(Pool):
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(device)
         self.last: torch.cuda.Stream | None = None
+        self._last_raw: int | None = None
         self.regions: weakref.WeakSet[CudaRegion] = weakref.WeakSet()
         self._handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         self._keeper: torch.cuda.CUDAGraph | None = None
@@ -74,10 +75,13 @@ class CudaPool(Pool):
 
     def order(self) -> None:
         """The current stream waits for the last one on which a region of this pool was replayed."""
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)  # no Stream object for each replay
+        if raw == self._last_raw:
+            return
         current = torch.cuda.current_stream(self.device)
-        if self.last is not None and self.last != current:
+        if self.last is not None:
             current.wait_stream(self.last)
-        self.last = current
+        self.last, self._last_raw = current, raw
 
 
 class CudaEngine(Engine):
