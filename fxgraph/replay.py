@@ -415,8 +415,9 @@ def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.
     accumulator.hand_out(call.parameters, pattern)
     call.accumulated = ()
     gradients: list[torch.Tensor | None] = [None] * len(call.capture.plan.gradient_of)
-    for k, gradient in zip(accumulator.others, backward.gradients, strict=True):
-        gradients[k] = copy_of(gradient) if k in call.slot.copied_gradients else gradient.detach()
+    with kernels_only():
+        for k, gradient in zip(accumulator.others, backward.gradients, strict=True):
+            gradients[k] = copy_of(gradient) if k in call.slot.copied_gradients else gradient.detach()
     return tuple(gradients)
 
 

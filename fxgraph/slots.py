@@ -228,6 +228,12 @@ class Slot:
             self.tangents, self._new_tangents = self._new_tangents, []
         self.capture_backward()
 
+    def _release_backwards(self) -> None:
+        for region in [self.backward, *[backward.region for backward in self.accumulating.values()]]:
+            if region is not None:
+                region.release()
+        self.backward, self.accumulating = None, {}
+
     def fill_tangents(self, tangents: Sequence[torch.Tensor]) -> None:
         """Copy the gradients of the outputs, which :meth:`takes` has seen, into the static tangents."""
         sources = [
@@ -235,12 +241,6 @@ class Slot:
             for tangent, static, target in zip(tangents, self.tangents, self._tangent_targets, strict=True)
         ]
         copy_all(self._tangent_targets, sources)
-
-    def _release_backwards(self) -> None:
-        for region in [self.backward, *[backward.region for backward in self.accumulating.values()]]:
-            if region is not None:
-                region.release()
-        self.backward, self.accumulating = None, {}
 
     def takes(self, tangents: Sequence[torch.Tensor]) -> bool:
         """Whether the backward was captured for tangents of this layout; if not, it will be. See Note [Tangents]."""
