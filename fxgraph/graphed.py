@@ -75,6 +75,7 @@ class GraphedCallable:
         self._module = owner if own else None  # where it is the forward of a module's class
         self._signature = inspect.signature(self._plain, follow_wrapped=False)
         self._freevars = self._plain.__code__.co_freevars
+        self._defaults = self._plain.__defaults__, self._plain.__kwdefaults__
         self._bind = _binder(self._signature)
         self._traced: list[_Traced] = []
         self._split: Callable[..., Any] | None = None
@@ -97,6 +98,9 @@ class GraphedCallable:
         if forward_ad_level() >= 0:
             self._count_eager(FORWARD_MODE)
             return self.original(*args, **kwargs)
+        defaults = self._plain.__defaults__, self._plain.__kwdefaults__
+        if defaults[0] is not self._defaults[0] or defaults[1] is not self._defaults[1]:
+            self._forget_defaults()
         names = self._locals(args, kwargs)
         if _has_any_global_hook():
             # Dynamo does not look at them, and a replay would skip them for every module inside.
@@ -172,6 +176,13 @@ class GraphedCallable:
                 program.release()
             self._traced = []
             self.pools.trim()
+
+    def _forget_defaults(self) -> None:
+        """The function has got other default arguments, which traces have taken over."""
+        self.release()
+        self._signature = inspect.signature(self._plain, follow_wrapped=False)
+        self._defaults = self._plain.__defaults__, self._plain.__kwdefaults__
+        self._bind = _binder(self._signature)
 
     def _locals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The callable's local names for a call, as the guards see them."""

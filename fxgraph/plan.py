@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 import passes
 from passes.aliasing import Aliases
@@ -94,6 +95,7 @@ class Plan:
         backward: graph over ``backward_inputs``; None without gradients. Its outputs are the gradients that exist.
         gradient_of: for each output of ``backward``, the input whose gradient it is.
         tangents: for each tangent, the node output that it belongs to.
+        layouts: for each tangent a fake tensor laid out as the backward takes it, where it takes one layout only.
         saved_live: live inputs whose memory the backward reads (autograd checks their versions) -> the positions of its
             inputs that lie there.
         saved_handed: node outputs whose memory the backward reads -> likewise.
@@ -118,6 +120,7 @@ class Plan:
     backward_inputs: tuple[Source, ...] = ()
     gradient_of: tuple[int, ...] = ()
     tangents: tuple[int, ...] = ()
+    layouts: tuple[torch.Tensor, ...] = ()
     saved_live: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     saved_handed: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] = ()
@@ -327,6 +330,9 @@ def _plan_backward(
     refuse_other_draws(backward)
     for_real_tensors(backward)
     plan.backward, plan.backward_inputs, plan.tangents = backward, tuple(sources), tuple(tangents)
+    if plan.joint.one_layout:
+        placeholders = plan.joint.gm.graph.find_nodes(op="placeholder")
+        plan.layouts = tuple(node.meta["val"] for node in placeholders[len(plan.inputs) :])
 
 
 def drop_forward_draws(backward: fx.GraphModule, drawn: set[str]) -> None:
@@ -349,13 +355,23 @@ def for_real_tensors(region: fx.GraphModule) -> None:
 
     ``reshape`` for ``view``, which the trace took because its strides allowed it: real strides can differ from traced
     ones (a kernel whose fake implementation says otherwise, a tangent that is expanded), and eager's own ``reshape``
-    would copy then. ``zeros`` for ``_efficientzerotensor``, which has no memory that a replay could write.
+    would copy then. Autograd's formula for ``native_group_norm`` likewise makes the gradient contiguous, which its
+    kernel takes for granted and the trace found it to be (``tools/autograd/derivatives.yaml``). ``zeros`` for
+    ``_efficientzerotensor``, which has no memory that a replay could write.
     """
     for node in region.graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
         node.target = torch.ops.aten.zeros.default
     for target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         for node in region.graph.find_nodes(op="call_function", target=target):
             node.target = torch.ops.aten.reshape.default
+    for node in region.graph.find_nodes(op="call_function", target=torch.ops.aten.native_group_norm_backward.default):
+        gradient, value = node.args[0], node.args[1].meta["val"]
+        layout = suggest_memory_format(value) if value.device.type == "cpu" else torch.contiguous_format
+        with region.graph.inserting_before(node):
+            contiguous = torch.ops.aten.contiguous.default
+            dense = region.graph.call_function(contiguous, (gradient,), {"memory_format": layout})
+        dense.meta = dict(gradient.meta)
+        node.update_arg(0, dense)
     region.recompile()
 
 

@@ -30,7 +30,7 @@ from .engines.base import empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
 from .plan import Plan
-from .slots import Capture, Lease, Slot, compact
+from .slots import Capture, Lease, Slot, compact, laid_out
 
 
 class Call:
@@ -373,6 +373,11 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     capture, slot = call.capture, call.slot
     plan = capture.plan
     given = [grads[k] for k in plan.tangents]
+    if plan.layouts and not any(tangent is not None and is_batched(tangent) for tangent in given):
+        given = [
+            None if tangent is None else laid_out(tangent, like)
+            for tangent, like in zip(given, plan.layouts, strict=True)
+        ]
     tangents = [tangent for tangent in given if tangent is not None]
     if len(tangents) < len(given):
         return _partial_backward(call, given)

@@ -18,7 +18,8 @@ Note [Tangents]
 The gradient of an output comes in the layout that autograd happens to give it: expanded from one element after
 ``sum()``, transposed, contiguous. Kernels, and with them the rounding, depend on it. So a backward with another layout
 than captured runs op by op on the tangents as they are, and the backward region is captured anew for that layout. After
-MAX_LAYOUTS of them a slot copies into what it has: equal to eager up to rounding.
+MAX_LAYOUTS of them a slot copies into what it has, if that is not expanded: equal to eager up to rounding. A backward
+that the user has written (``torch.autograd.Function``) may have asked for the layout, so it gets the traced one always.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class Slot:
             return
         with kernels_only():
             if not self.tangents:
-                self.tangents = [engine.empty(pool, self.outputs[plan.handed[k].position]) for k in plan.tangents]
+                likes = plan.layouts or [self.handed[k] for k in plan.tangents]
+                self.tangents = [engine.empty(pool, like) for like in likes]
                 for tangent in self.tangents:
                     compact(tangent).fill_(1)
             self._tangent_targets = [compact(tangent) for tangent in self.tangents]
@@ -246,8 +248,10 @@ class Slot:
         """Whether the backward was captured for tangents of this layout; if not, it will be. See Note [Tangents]."""
         if [tangent.stride() for tangent in tangents] == self._tangent_strides:
             return True
-        if all(map(_same_layout, tangents, self.tangents)) or self._layouts_learned == MAX_LAYOUTS:
+        if all(map(_same_layout, tangents, self.tangents)):
             return True
+        if self._layouts_learned == MAX_LAYOUTS:  # one that is expanded takes nothing else
+            return all(map(operator.is_, self._tangent_targets, self.tangents))
         if any(torch._debug_has_internal_overlap(compact(tangent)) == 1 for tangent in tangents):
             return True
         self._layouts_learned += 1
@@ -402,6 +406,14 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
     elif targets:
         targets[0].copy_(sources[0])
+
+
+def laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The value in the layout of ``like``."""
+    if value.stride() == like.stride():
+        return value
+    copy = torch.empty_strided(like.size(), like.stride(), dtype=value.dtype, device=value.device)
+    return copy.copy_(value)
 
 
 def compact_as(value: torch.Tensor, like: torch.Tensor, compacted: torch.Tensor) -> torch.Tensor:

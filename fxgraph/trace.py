@@ -99,6 +99,8 @@ class JointGraph:
         num_forward: how many of the outputs belong to the forward.
         tangent_of: for each tangent, the index of the forward output that it is the tangent of.
         cached: inputs whose casts by autocast are made once; see :mod:`fxgraph.weight_casts`.
+        one_layout: a backward of the user's own is in it (``torch.autograd.Function``), which may have asked for the
+            layout of its gradients: it holds for the traced one.
         metadata: AOTAutograd's ``ViewAndMutationMeta``.
     """
 
@@ -108,6 +110,7 @@ class JointGraph:
     num_forward: int
     tangent_of: tuple[int, ...]
     cached: tuple[int, ...]
+    one_layout: bool
     metadata: Any
 
     def describe(self) -> str:
@@ -399,6 +402,7 @@ def export(
         num_forward=num_forward,
         tangent_of=tuple(tangent_of),
         cached=tuple(cached),
+        one_layout=any(node.target is torch.ops.higher_order.autograd_function_apply for node in graph.graph.nodes),
         metadata=metadata,
     )
 

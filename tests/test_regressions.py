@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -341,3 +342,128 @@ def test_a_weight_changed_before_its_own_gradient_is_asked_for(device: str) -> N
         # Its gradient does not depend on it, but it lies with what the same node has saved.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(loss, each[1].weight)
+
+
+LAYOUTS_OF_GRADIENTS = {
+    "contiguous": lambda y: (y * torch.arange(float(y.numel()), device=y.device).view(y.shape)).sum(),
+    "expanded": lambda y: y.sum(),
+    "transposed": lambda y: (
+        y.transpose(1, -1) * torch.arange(float(y.numel()), device=y.device).view(y.transpose(1, -1).shape)
+    ).sum(),
+    "expanded in one dimension": lambda y: (y.sum(0) * torch.arange(float(y[0].numel()), device=y.device).view(
+        y[0].shape)).sum(),
+    "channels last": lambda y: y.to(memory_format=torch.channels_last).square().sum() if y.dim() == 4 else y.sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LAYOUTS_OF_GRADIENTS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_group_norm_takes_gradients_in_any_layout(loss: str, memory_format: Any, device: str) -> None:
+    module = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8)).to(device, memory_format=memory_format)
+    graphed = fxgraph.make_graphed_callables(
+        copy.deepcopy(module), (torch.randn(2, 4, 3, 5, device=device, requires_grad=True),)
+    )
+    x = torch.randn(2, 4, 3, 5, device=device, requires_grad=True)
+    for _ in range(3):  # op by op, then captured for the layout
+        results = []
+        for each in (module, graphed):
+            results.append(torch.autograd.grad(LAYOUTS_OF_GRADIENTS[loss](each(x)), [x, *each.parameters()]))
+        for found, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_gradients_in_more_layouts_than_are_captured(device: str) -> None:
+    module = nn.Linear(4, 4).to(device)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(module), (torch.randn(3, 5, 4, device=device),))
+    x = torch.randn(3, 5, 4, device=device)
+    for name in [*LAYOUTS_OF_GRADIENTS, *LAYOUTS_OF_GRADIENTS, "expanded", "contiguous", "transposed", "expanded"]:
+        results = [
+            torch.autograd.grad(LAYOUTS_OF_GRADIENTS[name](each(x)), list(each.parameters()))
+            for each in (module, graphed)
+        ]
+        for found, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+class Flipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.contiguous()
+        return grad.as_strided((grad.numel(),), (1,)).flip(0).view(grad.shape) * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*Function:fxgraph.EagerFallbackWarning")  # torch < 2.13 runs it eagerly
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize("loss", LAYOUTS_OF_GRADIENTS)
+def test_a_backward_of_the_users_that_makes_its_gradient_contiguous(loss: str, device: str) -> None:
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(lambda x: Flipped.apply(x) * 3, (x,))
+    for _ in range(3):
+        results = [
+            torch.autograd.grad(LAYOUTS_OF_GRADIENTS[loss](each(x)), x)[0]
+            for each in (lambda x: Flipped.apply(x) * 3, graphed)
+        ]
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+SCALE, SHIFT, LAST = torch.ones(3), torch.zeros(3), None
+
+
+def scaled_by_globals(x: torch.Tensor, shift: torch.Tensor = SHIFT) -> torch.Tensor:
+    global LAST
+    LAST = x * 2
+    return x * SCALE.to(x.device) + shift.to(x.device)
+
+
+def test_globals_and_default_arguments_are_read_and_written_at_each_call(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 3, device=device)
+    graphed = fxgraph.make_graphed_callables(scaled_by_globals, (x,))
+    names = scaled_by_globals.__globals__
+    for scale, shift in [(2.0, 0.0), (3.0, 0.0), (3.0, 1.0), (2.0, 4.0)]:
+        monkeypatch.setitem(names, "SCALE", torch.full((3,), scale))
+        monkeypatch.setattr(scaled_by_globals, "__defaults__", (torch.full((3,), shift),))
+        x = torch.randn(2, 3, device=device)
+        monkeypatch.setitem(names, "LAST", None)
+        assert torch.equal(graphed(x), x * scale + shift)
+        assert torch.equal(names["LAST"], x * 2)
+    before = len(names)
+    del graphed
+    gc.collect()
+    assert len(names) < before, "what the graphed function needed among them is gone with it"
+
+
+def test_an_assertion_on_a_tensor_is_the_users_own(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        assert y.isfinite().all(), "not finite"
+        return y.exp()
+
+    x = torch.ones(3, device=device)
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="in parts"):
+        graphed = fxgraph.make_graphed_callables(function, (x,))
+    compiled = torch.compile(function, backend="graphed")
+    for each in (graphed, compiled):
+        assert torch.equal(each(x), function(x))
+        with pytest.raises(AssertionError, match="not finite"):
+            each(x / 0)
+        assert torch.equal(each(x), function(x))
+
+
+def test_an_assertion_in_the_graph_is_replayed() -> None:  # on a GPU it would end the use of the device, as in eager
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(x.isfinite().all(), "not finite")
+        return x.exp()
+
+    graphed = fxgraph.make_graphed_callables(function, (torch.ones(3),))
+    for each in (function, graphed):
+        each(torch.zeros(3))
+        with pytest.raises(RuntimeError, match="not finite"):
+            each(torch.full((3,), torch.inf))
+    assert torch.equal(graphed(torch.zeros(3)), torch.ones(3))
+    assert fxgraph.stats(graphed).eager_calls == 0

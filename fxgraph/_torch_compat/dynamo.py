@@ -8,8 +8,10 @@ bytecode that finds the inputs, calls the graph, redoes the Python side effects 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -32,16 +34,19 @@ OpFailed = exc.TorchRuntimeError
 ReadErrors = (exc.TorchDynamoException,)
 
 # Dynamo's defaults trade these checks for speed; a capture that outlives its assumptions would be silently wrong.
+# rewrite_assert_with_torch_assert: an assert on a tensor becomes an op that raises another exception; on a GPU it
+#     raises later, and ends the process's use of the GPU.
 # record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
-_SKIPPED_GUARDS = (
+_UNSAFE = (
+    "rewrite_assert_with_torch_assert",
     "skip_nnmodule_hook_guards",
     "skip_no_tensor_aliasing_guards_on_parameters",
     "skip_tensor_guards_with_matching_dict_tags",
 )
 _STRICT: dict[str, Any] = {
-    **dict.fromkeys(_SKIPPED_GUARDS, False),
+    **dict.fromkeys(_UNSAFE, False),
     "assume_static_by_default": True,
     "automatic_dynamic_shapes": False,
     "specialize_int": True,
@@ -92,24 +97,35 @@ class Reading:
         if backend_input is not None:
             self._backend_id: str = backend_input.backend_id
             self._environment = capture.graph_capture_output.get_runtime_env()
-            self._globals = {
-                name: function.__globals__[name]
-                for name in self._environment.external_refs
-                if name in function.__globals__
-            }
+            self._globals = function.__globals__
 
     def bind(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
         """A function with the original's arguments (``self`` first for methods) that calls ``run_graph`` for the
-        graph."""
-        bound: Callable[..., Any] = self._environment.forward_callable(
-            self._backend_id, run_graph, extra_globals=self._globals
-        )
+        graph.
+
+        It reads and writes the original's own globals. What Dynamo's bytecode needs beside them is put there, as
+        ``torch.compile`` does; ``run_graph`` under a name of this function's own, for as long as it lives.
+        """
+        made = self._environment.forward_callable(self._backend_id, run_graph, extra_globals=self._globals)
+        own = f"{self._backend_id}_{next(_numbers)}"
+        code = made.__code__
+        code = code.replace(co_names=tuple(own if name == self._backend_id else name for name in code.co_names))
+        for name, value in made.__globals__.items():
+            if name != self._backend_id:
+                self._globals.setdefault(name, value)
+        self._globals[own] = run_graph
+        bound = types.FunctionType(code, self._globals, made.__name__, made.__defaults__, made.__closure__)
+        bound.__kwdefaults__ = made.__kwdefaults__
+        weakref.finalize(bound, self._globals.pop, own, None)
         return bound
 
     def why_not(self, local_names: dict[str, Any]) -> str:
         """The guards that fail, one per line."""
         parts = self._manager.check_verbose(local_names).verbose_code_parts
         return "\n".join(" ".join(str(part).split()) for part in parts)
+
+
+_numbers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -299,7 +315,7 @@ _loosened: dict[str, bool] = {}
 
 
 def demand_all_guards() -> None:
-    """In a backend: have Dynamo trace the frame once more if it skips guards.
+    """In a backend: have Dynamo trace the frame once more if it skips guards, or turns asserts into ops.
 
     A backend is called when the frame has been traced, which is too late for the settings that decide what is guarded.
     So they are changed, Dynamo starts the frame again, and :func:`release_guards` puts them back at the first call of
@@ -308,13 +324,13 @@ def demand_all_guards() -> None:
     Raises:
         TensorifyScalarRestartAnalysis: the restart that Dynamo lets a backend ask for.
     """
-    skipped = [name for name in _SKIPPED_GUARDS if getattr(torch._dynamo.config, name)]
+    skipped = [name for name in _UNSAFE if getattr(torch._dynamo.config, name)]
     if not skipped or torch._guards.CompileContext.try_get() is None:
         return
     for name in skipped:
         setattr(torch._dynamo.config, name, False)
         _loosened[name] = True
-    raise exc.TensorifyScalarRestartAnalysis(restart_reason="fxgraph needs every guard")
+    raise exc.TensorifyScalarRestartAnalysis(restart_reason="fxgraph needs every guard and assert")
 
 
 def release_guards() -> None:

@@ -160,6 +160,8 @@ class _Recorder(fx.Interpreter):
         elif len(fresh) < len(outs):
             if fresh:
                 raise RuntimeError(f"{target} returns both new memory and memory of its inputs")
+        elif isinstance(target, torch._ops.OpOverload) and not target._schema.returns:
+            self.calls.append(OperatorCall(target, args, kwargs, ()))  # an assertion
         elif outs and target not in _NO_VALUES:
             self.buffers += outs
             self.calls.append(_again(target, args, kwargs, result, outs))
