@@ -169,7 +169,7 @@ def make(joint: JointGraph) -> Plan:
             raise CannotPlan(f"{spec} has its shape, strides or storage changed in place")
     if num_tangents:
         _forget_checkpoints(joint.gm)
-        forward, backward = aot.partition(joint.gm, joint.num_forward)
+        forward, backward = aot.partition(joint.gm, joint.num_forward, joint.for_inductor)
     else:
         forward, backward = joint.gm, None
     refuse_reads_beyond(joint, specs)
@@ -228,7 +228,7 @@ def make(joint: JointGraph) -> Plan:
         returns=tuple(returns),
         updates=updates,
         mutated=mutated,
-        uncounted=frozenset(undeclared | statistics(forward)),
+        uncounted=frozenset(undeclared | statistics(forward) | joint.uncounted),
         overwritten=overwritten,
         repeatable=not updates and overwritten == set(mutated),
         draws=bool(random_nodes(forward)),

@@ -20,7 +20,7 @@ from torch import fx
 
 import passes
 
-from . import effects, engines, partial, plan, replay, trace, verifying, weight_casts
+from . import compiling, effects, engines, partial, plan, replay, trace, verifying, weight_casts
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -34,6 +34,10 @@ ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 class EagerFallbackWarning(UserWarning):
     """A graphed callable runs eagerly. The result is right; the speed is eager's."""
+
+
+class KernelFallbackWarning(UserWarning):
+    """A callable that should run on inductor's kernels runs on aten's. The result is right; the speed is theirs."""
 
 
 class RunEagerly(Exception):
@@ -123,6 +127,7 @@ class Program:
         self.eager_keys: dict[Any, str] = {}
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.replays = 0
+        self._without_inductor: set[str] = set()
         self._eager = trace.for_eager(self.graph).forward  # not __call__, which prints a traceback of the graph's own
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._grad_mode_after = trace.grad_mode_after(self.graph)
@@ -232,7 +237,7 @@ class Program:
             joint = capture.plan.joint
             graph = trace.detach_outputs(capture.graph, partial.outputs_without_gradient(joint, defined))
             with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
-                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint), joint.cached)
+                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint), joint.cached, joint.for_inductor)
             try:
                 known[defined] = partial.partial_backward(capture.plan, narrowed)
             except effects.CannotPlan as error:
@@ -354,9 +359,7 @@ class Program:
         graph = trace.specialise(self.graph, inputs)
         self._refuse_uncapturable(graph, trace.TORCH_LEVEL)  # first: what depends on data has no joint graph
         try:
-            joint = trace.export(graph, specs, tensors)
-            self._refuse_uncapturable(joint.gm, passes.CAPTURABLE)
-            planned = plan.make(joint)
+            planned, regions = self._plan(graph, specs, tensors)
         except TraceError as error:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
         except effects.CannotPlan as error:
@@ -368,8 +371,42 @@ class Program:
         pool = self.pools.get(engine, device)
         live = [value for spec, value in zip(specs, tensors, strict=True) if spec.live]
         return Capture(
-            graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
+            graph,
+            planned,
+            regions,
+            engine,
+            device,
+            live,
+            pool,
+            self.options.num_warmup_iters,
+            self.options.max_in_flight,
         )
+
+    def _plan(
+        self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], tensors: Sequence[torch.Tensor]
+    ) -> tuple[plan.Plan, compiling.Regions]:
+        """The plan for these inputs, and what is to be captured of it."""
+        if self.options.kernels == "inductor":
+            try:
+                planned = self._traced_plan(graph, specs, tensors, for_inductor=True)
+                return planned, compiling.compiled(planned, tensors)
+            except compiling.CannotCompile as error:
+                self._say_kernels(str(error))
+        planned = self._traced_plan(graph, specs, tensors, for_inductor=False)
+        return planned, compiling.as_they_are(planned)
+
+    def _say_kernels(self, reason: str) -> None:
+        if reason not in self._without_inductor:
+            self._without_inductor.add(reason)
+            text = f"fxgraph: {self.name} runs with aten kernels, for inductor cannot compile it: {reason}"
+            warnings.warn(text, KernelFallbackWarning, stacklevel=6)
+
+    def _traced_plan(
+        self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], tensors: Sequence[torch.Tensor], **how: bool
+    ) -> plan.Plan:
+        joint = trace.export(graph, specs, tensors, **how)
+        self._refuse_uncapturable(joint.gm, passes.CAPTURABLE)
+        return plan.make(joint)
 
     def _refuse_uncapturable(self, graph: fx.GraphModule, rules: Sequence[passes.NodeConstraint]) -> None:
         report = passes.check(graph, rules)

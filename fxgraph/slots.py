@@ -18,7 +18,8 @@ Note [Tangents]
 The gradient of an output comes in the layout that autograd happens to give it: expanded from one element after
 ``sum()``, transposed, contiguous. Kernels, and with them the rounding, depend on it. So a backward with another layout
 than captured runs op by op on the tangents as they are, and the backward region is captured anew for that layout. After
-MAX_LAYOUTS of them a slot copies into what it has: equal to eager up to rounding.
+MAX_LAYOUTS of them a slot copies into what it has: equal to eager up to rounding. A backward of inductor's kernels,
+which rounds in its own way whatever the layout, is compiled for one and copied into at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import fx
 
 from ._torch_compat.autograd import kernels_only, saved_tensors_hooked
 from ._torch_compat.storage import Held
+from .compiling import Regions
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
 from .signature import WrittenMemory
@@ -89,7 +91,7 @@ class Slot:
         mutated = [self._arguments[i] for i in plan.mutated]
         with engine.unchanged(mutated):
             self.forward: CapturedRegion = engine.capture(
-                capture.pool, plan.forward, self._arguments, capture.num_warmup_iters
+                capture.pool, capture.regions.forward, self._arguments, capture.num_warmup_iters
             )
         self.outputs = self.forward.outputs
         self._watch_outputs()
@@ -107,7 +109,8 @@ class Slot:
         """Capture the backward region. The forward has been captured; it runs once more to give the saved values a
         value."""
         plan, engine, pool = self.capture.plan, self.capture.engine, self.capture.pool
-        if plan.backward is None:
+        region = self.capture.regions.backward
+        if region is None:
             return
         with kernels_only():
             if not self.tangents:
@@ -116,7 +119,7 @@ class Slot:
                     compact(tangent).fill_(1)
         with engine.unchanged([self._arguments[i] for i in plan.mutated]):
             self.forward.replay()
-            self.backward = engine.capture(pool, plan.backward, self.backward_inputs(), self.capture.num_warmup_iters)
+            self.backward = engine.capture(pool, region, self.backward_inputs(), self.capture.num_warmup_iters)
         self.gradients = self.backward.outputs
         self._held_gradients = Held(list(self.gradients))
         self._watch_outputs()  # again: the backward region holds views of the forward's buffers
@@ -167,7 +170,9 @@ class Slot:
 
     def takes(self, tangents: Sequence[torch.Tensor]) -> bool:
         """Whether the backward was captured for tangents of this layout; if not, it will be. See Note [Tangents]."""
-        if all(map(_same_layout, tangents, self.tangents)) or self._layouts_learned == MAX_LAYOUTS:
+        if self.capture.regions.any_layout or self._layouts_learned == MAX_LAYOUTS:
+            return True
+        if all(map(_same_layout, tangents, self.tangents)):
             return True
         if any(torch._debug_has_internal_overlap(compact(tangent)) == 1 for tangent in tangents):
             return True
@@ -207,6 +212,7 @@ class Capture:
         self,
         graph: fx.GraphModule,
         plan: Plan,
+        regions: Regions,
         engine: Engine,
         device: torch.device,
         live: Sequence[torch.Tensor],
@@ -215,7 +221,8 @@ class Capture:
         max_in_flight: int,
     ) -> None:
         self.graph = graph  # torch-level, with the plan's inputs: what runs where no replay can
-        self.plan, self.engine, self.device, self.pool = plan, engine, device, pool
+        self.plan, self.regions = plan, regions
+        self.engine, self.device, self.pool = engine, device, pool
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
         self.addresses = tuple(tensor.data_ptr() for tensor in live)
         self._live = [weakref.ref(tensor) for tensor in live]

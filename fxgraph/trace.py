@@ -26,7 +26,7 @@ import passes
 from passes.facts import value_of
 
 from . import weight_casts
-from ._torch_compat import aot, dynamo
+from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from .errors import FxgraphError, TraceError, add_note
 
@@ -98,6 +98,8 @@ class JointGraph:
         tangent_of: for each tangent, the index of the forward output that it is the tangent of.
         cached: inputs whose casts by autocast are made once; see :mod:`fxgraph.weight_casts`.
         metadata: AOTAutograd's ``ViewAndMutationMeta``.
+        for_inductor: whether the ops are what inductor wants to be given, rather than those that eager runs.
+        uncounted: with ``for_inductor``, written inputs whose version counter eager leaves as it is.
     """
 
     gm: fx.GraphModule
@@ -107,6 +109,8 @@ class JointGraph:
     tangent_of: tuple[int, ...]
     cached: tuple[int, ...]
     metadata: Any
+    for_inductor: bool = False
+    uncounted: frozenset[int] = frozenset()
 
     def describe(self) -> str:
         """The inputs and outputs, one per line, for people."""
@@ -341,7 +345,11 @@ _ON_NUMBERS = {
 
 
 def export(
-    graph: fx.GraphModule, specs: Sequence[InputSpec], inputs: Sequence[Any], cached: Sequence[int] | None = None
+    graph: fx.GraphModule,
+    specs: Sequence[InputSpec],
+    inputs: Sequence[Any],
+    cached: Sequence[int] | None = None,
+    for_inductor: bool = False,
 ) -> JointGraph:
     """The joint aten graph of a torch-level graph whose inputs are all tensors.
 
@@ -350,11 +358,12 @@ def export(
         specs: what they are.
         inputs: tensors, real or fake.
         cached: :func:`fxgraph.weight_casts.cached_inputs` of them, where they do not tell themselves.
+        for_inductor: see :class:`JointGraph`.
     Raises:
         TraceError: ``op-failed``, ``no-fake-impl`` or ``untraceable``.
     """
     try:
-        joint, metadata = aot.export_joint(graph, tuple(inputs))
+        joint, metadata = aot.export_joint(graph, tuple(inputs), for_inductor)
     except torch._subclasses.fake_tensor.UnsupportedOperatorException as error:
         raise TraceError(
             "no-fake-impl",
@@ -377,6 +386,11 @@ def export(
     if cached is None:
         cached = weight_casts.cached_inputs(graph, inputs)
     weight_casts.merge(joint, cached, output_args(joint)[num_forward:])
+    uncounted: frozenset[int] = frozenset()
+    if for_inductor:
+        joint = inductor.simplify(joint)
+        if metadata.mutated_graph_handled_indices:
+            uncounted = frozenset(metadata.mutated_graph_handled_indices) - aot.counted_writes(graph, tuple(inputs))
     tangent_of = []
     input_specs = []
     for position, node in enumerate(joint.graph.find_nodes(op="placeholder")):
@@ -394,6 +408,8 @@ def export(
         tangent_of=tuple(tangent_of),
         cached=tuple(cached),
         metadata=metadata,
+        for_inductor=for_inductor,
+        uncounted=uncounted,
     )
 
 

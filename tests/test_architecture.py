@@ -32,13 +32,15 @@ MAY: dict[str, set[str]] = {
     "effects": {"trace", "_torch_compat"},
     "plan": {"effects", "trace", "_torch_compat"},
     "partial": {"plan", "effects", "trace", "_torch_compat"},
-    "slots": {"engines", "signature", "plan", "trace", "_torch_compat", "errors"},
+    "compiling": {"engines", "plan", "trace", "_torch_compat"},
+    "slots": {"compiling", "engines", "signature", "plan", "trace", "_torch_compat", "errors"},
     "replay": {"slots", "partial", "plan", "trace", "engines", "_torch_compat", "errors"},
     "verifying": {"replay", "slots", "plan", "trace", "errors", "_torch_compat"},
     "program": {
         *(
             "verifying",
             "replay",
+            "compiling",
             "partial",
             "effects",
             "slots",

@@ -1,0 +1,258 @@
+"""Inductor: what it decomposes, how it cuts a joint graph, and a graph compiled by it, with a look into its wrapper.
+
+``torch/_inductor/compile_fx.py`` (``compile_fx_inner``, and how ``compile_fx`` calls it) and ``_functorch/partitioners.py``
+are what this rests on. Everything is compiled with inductor's own settings, the user's included, but for
+:data:`_SETTINGS`.
+
+Note [Inductor's wrapper]
+
+What inductor makes of a graph is a Python function, its wrapper, that allocates buffers by ``empty_strided_cpu`` or
+``empty_strided_cuda`` and calls generated kernels and operators, one after the other and without a branch. The wrapper
+finds all of these as globals of its module. So a copy of the function over other globals (:meth:`CompiledGraph.hooked`)
+lets an engine see each allocation and each call of a kernel. Where the wrapper is not of this form, there is no such
+copy, and an engine calls the graph as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import functools
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .tracing import tracing
+
+_SETTINGS: dict[str, Any] = {
+    "fallback_random": True,  # random ops are eager's own: the same draws from the same generator
+    "triton.cudagraphs": False,  # our engines capture
+    "graph_partition": False,  # for torch's own CUDA graphs; without it the wrapper is one function
+    "cpp_wrapper": False,
+    "keep_output_stride": True,
+    "bw_outputs_user_visible": True,
+}
+
+
+class CannotCompile(Exception):
+    """Inductor gives up on a graph, or is not able to work here (no C++ compiler, no Triton). Says why."""
+
+
+@contextlib.contextmanager
+def _settings(**more: Any) -> Iterator[None]:
+    from torch._inductor import config
+
+    with config.patch({**_SETTINGS, **more}):
+        yield
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What inductor wants decomposed while a graph is traced, but for random ops, whose draws are to stay eager's."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    with _settings():
+        table = select_decomp_table()
+    random = torch.Tag.nondeterministic_seeded
+    return {op: how for op, how in table.items() if not (isinstance(op, torch._ops.OpOverload) and random in op.tags)}
+
+
+def simplify(joint: fx.GraphModule) -> fx.GraphModule:
+    """Inductor's rewrites of a joint graph, such as attention written by hand turned into one op.
+
+    Patterns may take in random ops, which would draw otherwise then; a graph with some gets the plain rewrites only.
+    """
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    draws = any(map(_is_random, joint.graph.nodes))
+    with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad():
+        # The patterns themselves are traced without `fallback_random`: with it torch traces them anew in each process.
+        with _settings(fallback_random=draws, **({"pattern_matcher": False} if draws else {})):
+            result: fx.GraphModule = _recursive_joint_graph_passes(
+                joint, skip_invoke_subgraph=True, input_device=values[0].device
+            )
+    return result
+
+
+def partition(joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward with as little between them as recomputing cheap ops allows. Random ops never run again."""
+    for node in filter(_is_random, joint.graph.nodes):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    with tracing(), _quiet():
+        forward, backward = min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_forward)
+    return forward, backward
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    groups: Sequence[Any],
+    visible: Collection[int],
+    backward: bool,
+    aligned: Collection[int],
+) -> tuple[CompiledGraph, list[tuple[int, ...]]]:
+    """Compile a graph of ATen ops. It is not changed.
+
+    Args:
+        graph: takes and returns tensors only.
+        inputs: fake tensors like those that it will be called with.
+        groups: for each input, then each output, something equal for those that share memory.
+        visible: the outputs that have the strides that the graph says; others get what inductor finds best.
+        backward: whether it is a backward.
+        aligned: inputs that lie on multiples of 16 bytes whenever it is called.
+    Returns:
+        The compiled graph, and the strides of its outputs.
+    Raises:
+        CannotCompile: whatever inductor raises.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    own = copy.deepcopy(graph)
+    own.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
+    random = sum(map(_is_random, own.graph.nodes))
+    mode = _mode_of(inputs)
+    order: dict[str, Any] = {"reorder_for_peak_memory": False} if random > 1 else {}  # draws stay in their order
+    with tracing(), _quiet(), _settings(**order), torch._guards.tracing(TracingContext(mode)), V.set_fake_mode(mode):
+        try:
+            with TracingContext.report_output_strides() as strides:
+                code = compile_fx_inner(
+                    own,
+                    list(inputs),
+                    static_input_idxs=sorted(aligned),
+                    cudagraphs=BoxedBool(False),
+                    is_backward=backward,
+                    is_inference=not backward and not random,
+                )
+        except Exception as error:  # inductor lets through whatever its lowerings, compilers and subprocesses raise
+            raise CannotCompile(f"{type(error).__name__}: {_reason(error)}") from error
+    outputs = graph.graph.output_node().args[0]
+    found = []
+    for k, node in enumerate(outputs):  # type: ignore[arg-type,var-annotated]
+        known = strides[k] if strides is not None and k < len(strides) else None
+        found.append(tuple(known) if known is not None else tuple(node.meta["val"].stride()))
+    return CompiledGraph(code, len(inputs), tuple(groups), frozenset(visible)), found
+
+
+def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    mode = detect_fake_mode(values)
+    assert mode is not None, "the graph has no fake values"
+    return mode
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inductor's advice (TF32, complex operators, online softmax) is for those who chose it themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"
+
+
+class CompiledGraph:
+    """A graph compiled by inductor: a function of tensors that returns a flat tuple of tensors.
+
+    Outputs share memory with inputs and each other as the graph says, whatever inductor makes of it.
+    """
+
+    def __init__(self, code: Any, num_inputs: int, groups: tuple[Any, ...], visible: frozenset[int]) -> None:
+        self._code, self._num_inputs, self._groups, self._visible = code, num_inputs, groups, visible
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._separate(inputs, self._code(list(inputs)))
+
+    def hooked(
+        self,
+        allocating: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
+        kernel: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+        """The same, with a function around each allocation and each generated kernel; see Note [Inductor's wrapper].
+
+        Args:
+            allocating: given the function that makes an empty tensor of size, strides and dtype, what to call instead.
+            kernel: given a generated kernel, what to call instead. With it there is a result only where everything that
+                the wrapper calls is known: allocations, kernels, operators.
+        Returns:
+            A function like this graph, or None where the wrapper is not of the known form.
+        """
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return None
+        names = {
+            str(step.argval) for step in dis.get_instructions(wrapper) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        }
+        names = {name for name in names if name in wrapper.__globals__}
+        changed: dict[str, Any] = {}
+        for name in names:
+            value = wrapper.__globals__[name]
+            if name in _ALLOCATIONS:
+                changed[name] = allocating(value)
+            elif kernel is not None and name.startswith("cpp_") and callable(value):
+                changed[name] = kernel(value)
+            elif kernel is not None and name not in _HARMLESS and not isinstance(value, torch.Tensor):
+                return None
+        copied = types.FunctionType(wrapper.__code__, {**wrapper.__globals__, **changed}, wrapper.__name__)
+
+        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._separate(inputs, copied(list(inputs)))
+
+        return run
+
+    def _wrapper(self) -> types.FunctionType | None:
+        function = getattr(self._code, "current_callable", None)
+        if not isinstance(function, types.FunctionType) or function.__closure__ or "args" not in function.__code__.co_varnames:
+            return None
+        return function
+
+    def _separate(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copies of outputs that share memory although the graph does not say so.
+
+        Raises:
+            CannotCompile: if visible outputs do not share memory although the graph says so.
+        """
+        group_of: dict[int, Any] = {}
+        for tensor, group in zip(inputs, self._groups, strict=False):
+            group_of.setdefault(tensor.untyped_storage()._cdata, group)
+        separate: list[torch.Tensor] = []
+        memory_of: dict[Any, int] = {}
+        for k, (tensor, group) in enumerate(zip(outputs, self._groups[self._num_inputs :], strict=True)):
+            memory = tensor.untyped_storage()._cdata
+            if group_of.setdefault(memory, group) != group:
+                tensor = torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
+                memory = tensor.untyped_storage()._cdata
+            if k in self._visible and memory_of.setdefault(group, memory) != memory:
+                raise CannotCompile("inductor gives memory of its own to an output that shares another one's")
+            separate.append(tensor)
+        return tuple(separate)
+
+
+_ALLOCATIONS = ("empty_strided_cpu", "empty_strided_cuda")
+_HARMLESS = {  # what a wrapper for the CPU uses beside kernels and allocations: dispatched operators, and no work at all
+    *("torch", "aten", "inductor_ops", "_quantized", "extern_kernels"),
+    *("assert_size_stride", "assert_alignment", "reinterpret_tensor", "device", "inf", "nan", "math"),
+}
+
+
+__all__ = ["CannotCompile", "CompiledGraph", "compile_graph", "decompositions", "partition", "simplify"]
