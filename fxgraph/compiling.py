@@ -1,9 +1,9 @@
 """What engines capture of a plan: its graphs as they are, or with ``kernels="inductor"`` what inductor makes of them.
 
 Forward and backward are compiled together, before anything is captured, for the layouts that the buffers will have:
-saved values come in the strides that inductor chose for the forward, handed outputs and gradients in eager's. The
-plan's own graphs stay what runs op by op (a backward of some of the outputs, a batch of tangents, a gradient buffer that
-somebody holds).
+saved values come in the strides that inductor chose for the forward, handed outputs and gradients in eager's. What
+runs op by op (a backward of some of the outputs, a batch of tangents, a gradient buffer that somebody holds) runs the
+plan's own graphs.
 """
 
 from __future__ import annotations

@@ -237,7 +237,8 @@ class Program:
             joint = capture.plan.joint
             graph = trace.detach_outputs(capture.graph, partial.outputs_without_gradient(joint, defined))
             with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
-                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint), joint.cached, joint.for_inductor)
+                examples = trace.example_inputs(joint)
+                narrowed = trace.export(graph, capture.plan.inputs, examples, joint.cached, joint.for_inductor)
             try:
                 known[defined] = partial.partial_backward(capture.plan, narrowed)
             except effects.CannotPlan as error:
@@ -402,9 +403,13 @@ class Program:
             warnings.warn(text, KernelFallbackWarning, stacklevel=6)
 
     def _traced_plan(
-        self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], tensors: Sequence[torch.Tensor], **how: bool
+        self,
+        graph: fx.GraphModule,
+        specs: Sequence[trace.InputSpec],
+        tensors: Sequence[torch.Tensor],
+        for_inductor: bool,
     ) -> plan.Plan:
-        joint = trace.export(graph, specs, tensors, **how)
+        joint = trace.export(graph, specs, tensors, for_inductor=for_inductor)
         self._refuse_uncapturable(joint.gm, passes.CAPTURABLE)
         return plan.make(joint)
 

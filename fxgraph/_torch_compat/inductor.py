@@ -1,8 +1,7 @@
 """Inductor: what it decomposes, how it cuts a joint graph, and a graph compiled by it, with a look into its wrapper.
 
-``torch/_inductor/compile_fx.py`` (``compile_fx_inner``, and how ``compile_fx`` calls it) and ``_functorch/partitioners.py``
-are what this rests on. Everything is compiled with inductor's own settings, the user's included, but for
-:data:`_SETTINGS`.
+This rests on ``torch/_inductor/compile_fx.py`` (``compile_fx_inner``, and how ``compile_fx`` calls it) and on
+``_functorch/partitioners.py``. Inductor's own settings hold, the user's changes included, but for :data:`_SETTINGS`.
 
 Note [Inductor's wrapper]
 
@@ -76,12 +75,11 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
 
     values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     draws = any(map(_is_random, joint.graph.nodes))
-    with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad():
-        # The patterns themselves are traced without `fallback_random`: with it torch traces them anew in each process.
-        with _settings(fallback_random=draws, **({"pattern_matcher": False} if draws else {})):
-            result: fx.GraphModule = _recursive_joint_graph_passes(
-                joint, skip_invoke_subgraph=True, input_device=values[0].device
-            )
+    # Without `fallback_random`, with which torch traces the patterns themselves anew in each process.
+    how: dict[str, Any] = {"fallback_random": draws, **({"pattern_matcher": False} if draws else {})}
+    with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad(), _settings(**how):
+        device = values[0].device
+        result: fx.GraphModule = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
     return result
 
 
@@ -140,7 +138,7 @@ def compile_graph(
             raise CannotCompile(f"{type(error).__name__}: {_reason(error)}") from error
     outputs = graph.graph.output_node().args[0]
     found = []
-    for k, node in enumerate(outputs):  # type: ignore[arg-type,var-annotated]
+    for k, node in enumerate(outputs):  # type: ignore[arg-type]
         known = strides[k] if strides is not None and k < len(strides) else None
         found.append(tuple(known) if known is not None else tuple(node.meta["val"].stride()))
     return CompiledGraph(code, len(inputs), tuple(groups), frozenset(visible)), found
@@ -220,9 +218,9 @@ class CompiledGraph:
 
     def _wrapper(self) -> types.FunctionType | None:
         function = getattr(self._code, "current_callable", None)
-        if not isinstance(function, types.FunctionType) or function.__closure__ or "args" not in function.__code__.co_varnames:
-            return None
-        return function
+        if isinstance(function, types.FunctionType) and not function.__closure__:
+            return function if "args" in function.__code__.co_varnames else None
+        return None
 
     def _separate(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Copies of outputs that share memory although the graph does not say so.
@@ -249,7 +247,7 @@ class CompiledGraph:
 
 
 _ALLOCATIONS = ("empty_strided_cpu", "empty_strided_cuda")
-_HARMLESS = {  # what a wrapper for the CPU uses beside kernels and allocations: dispatched operators, and no work at all
+_HARMLESS = {  # what a wrapper for the CPU uses beside kernels and allocations: dispatched operators, and no work
     *("torch", "aten", "inductor_ops", "_quantized", "extern_kernels"),
     *("assert_size_stride", "assert_alignment", "reinterpret_tensor", "device", "inf", "nan", "math"),
 }

@@ -8,8 +8,8 @@ Calling an op from Python costs as much as what eager does around its kernel. So
 to torch's own interpreter (:mod:`fxgraph._torch_compat.interpreter`), one call from Python for all of them.
 
 A region that inductor has compiled is recorded likewise: the kernels and operators that its wrapper calls, on the
-buffers that it has allocated, without the wrapper's own checks, allocations and views. Where the wrapper calls something
-unknown, a replay calls it as it is and copies what it returns.
+buffers that it has allocated, without the wrapper's own checks, allocations and views. Where the wrapper calls
+something unknown, a replay calls it as it is and copies what it returns.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class _OperatorRecorder(TorchDispatchMode):
     """Notes the operators that are called while it is on."""
 
     def __init__(self, tape: _Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
     def __torch_dispatch__(
@@ -191,9 +191,7 @@ class _OperatorRecorder(TorchDispatchMode):
         return result
 
 
-def _record_compiled(
-    region: CompiledGraph, tape: _Tape, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def _record_compiled(region: CompiledGraph, tape: _Tape, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a compiled region once and note what its wrapper calls, or else the region itself."""
 
     def allocating(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
