@@ -22,12 +22,15 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .tracing import tracing
@@ -61,8 +64,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
     with _settings():
         table = select_decomp_table()
-    random = torch.Tag.nondeterministic_seeded
-    return {op: how for op, how in table.items() if not (isinstance(op, torch._ops.OpOverload) and random in op.tags)}
+    return {op: how for op, how in table.items() if not _draws(op) and op not in _KEPT}
+
+
+_KEPT = {torch.ops.aten.empty_like.default}
+"""Ops that inductor would rather have decomposed, but has kernels for: dropout draws into an ``empty_like``."""
 
 
 def simplify(joint: fx.GraphModule) -> fx.GraphModule:
@@ -74,19 +80,46 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
     from torch._inductor.virtualized import V
 
     values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-    draws = any(map(_is_random, joint.graph.nodes))
+    before = _strides_of_outputs(joint)
+    draws = any(_draws(node.target) for node in joint.graph.nodes)
     # Without `fallback_random`, with which torch traces the patterns themselves anew in each process.
     how: dict[str, Any] = {"fallback_random": draws, **({"pattern_matcher": False} if draws else {})}
     with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad(), _settings(**how):
         device = values[0].device
         result: fx.GraphModule = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+        FakeTensorProp(result, _mode_of(values)).propagate_dont_convert_inputs(*values)
+        _restore_strides_of_outputs(result, before)
     return result
+
+
+def _strides_of_outputs(graph: fx.GraphModule) -> list[tuple[int, ...] | None]:
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in _outputs(graph)]
+    return [tuple(value.stride()) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _restore_strides_of_outputs(graph: fx.GraphModule, wanted: list[tuple[int, ...] | None]) -> None:
+    from torch._inductor.inductor_prims import force_stride_order
+
+    outputs = list(_outputs(graph))
+    for k, (strides, found) in enumerate(zip(wanted, _strides_of_outputs(graph), strict=True)):
+        if strides is not None and found != strides:
+            with graph.graph.inserting_before(graph.graph.output_node()):
+                node = graph.graph.call_function(force_stride_order, (outputs[k], strides))
+            node.meta["val"] = force_stride_order(outputs[k].meta["val"], strides)
+            outputs[k] = node
+    graph.graph.output_node().args = (tuple(outputs),)
+    graph.recompile()
+
+
+def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
+    return graph.graph.output_node().args[0]  # type: ignore[return-value]  # a tuple, as of every graph here
 
 
 def partition(joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward with as little between them as recomputing cheap ops allows. Random ops never run again."""
-    for node in filter(_is_random, joint.graph.nodes):
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in joint.graph.nodes:
+        if _draws(node.target):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with tracing(), _quiet():
         forward, backward = min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_forward)
     return forward, backward
@@ -104,7 +137,7 @@ def compile_graph(
 
     Args:
         graph: takes and returns tensors only.
-        inputs: fake tensors like those that it will be called with.
+        inputs: tensors, real or fake, with the sizes, strides and dtypes of those that it will be called with.
         groups: for each input, then each output, something equal for those that share memory.
         visible: the outputs that have the strides that the graph says; others get what inductor finds best.
         backward: whether it is a backward.
@@ -116,19 +149,19 @@ def compile_graph(
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
-    from torch._inductor.virtualized import V
 
     own = copy.deepcopy(graph)
     own.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
-    random = sum(map(_is_random, own.graph.nodes))
-    mode = _mode_of(inputs)
-    order: dict[str, Any] = {"reorder_for_peak_memory": False} if random > 1 else {}  # draws stay in their order
-    with tracing(), _quiet(), _settings(**order), torch._guards.tracing(TracingContext(mode)), V.set_fake_mode(mode):
+    random = [node.target for node in own.graph.nodes if _draws(node.target)]
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # inductor's cache wants the ShapeEnv
+    with mode:
+        fakes = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
+    with tracing(), _quiet(), torch._guards.tracing(TracingContext(mode)), _draws_as_in_eager(random):
         try:
             with TracingContext.report_output_strides() as strides:
                 code = compile_fx_inner(
                     own,
-                    list(inputs),
+                    fakes,
                     static_input_idxs=sorted(aligned),
                     cudagraphs=BoxedBool(False),
                     is_backward=backward,
@@ -136,12 +169,11 @@ def compile_graph(
                 )
         except Exception as error:  # inductor lets through whatever its lowerings, compilers and subprocesses raise
             raise CannotCompile(f"{type(error).__name__}: {_reason(error)}") from error
-    outputs = graph.graph.output_node().args[0]
     found = []
-    for k, node in enumerate(outputs):  # type: ignore[arg-type]
+    for k, node in enumerate(_outputs(graph)):
         known = strides[k] if strides is not None and k < len(strides) else None
         found.append(tuple(known) if known is not None else tuple(node.meta["val"].stride()))
-    return CompiledGraph(code, len(inputs), tuple(groups), frozenset(visible)), found
+    return CompiledGraph(code, len(inputs), tuple(groups), frozenset(visible), backward), found
 
 
 def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
@@ -150,8 +182,28 @@ def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
     return mode
 
 
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+def _draws(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+@contextlib.contextmanager
+def _draws_as_in_eager(ops: Sequence[Any]) -> Iterator[None]:
+    """Random ops are called in the order of the graph, on tensors with the strides that the graph says.
+
+    What they draw goes to the elements in the order of their memory.
+    """
+    from torch._inductor import decomposition, lowering
+
+    order = {"reorder_for_peak_memory": False} if len(ops) > 1 else {}
+    strict = dict.fromkeys(ops, lowering.constrain_to_fx_strides)
+    with (
+        _settings(**order),
+        mock.patch.dict(lowering._maybe_layout_constraints, strict),
+        mock.patch.dict(decomposition.decompositions),  # inductor calls no op as it is that it could decompose
+    ):
+        for op in ops:
+            decomposition.decompositions.pop(op, None)
+        yield
 
 
 @contextlib.contextmanager
@@ -173,8 +225,11 @@ class CompiledGraph:
     Outputs share memory with inputs and each other as the graph says, whatever inductor makes of it.
     """
 
-    def __init__(self, code: Any, num_inputs: int, groups: tuple[Any, ...], visible: frozenset[int]) -> None:
+    def __init__(
+        self, code: Any, num_inputs: int, groups: tuple[Any, ...], visible: frozenset[int], backward: bool
+    ) -> None:
         self._code, self._num_inputs, self._groups, self._visible = code, num_inputs, groups, visible
+        self._backward = backward
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._separate(inputs, self._code(list(inputs)))
