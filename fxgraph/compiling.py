@@ -61,14 +61,16 @@ def compiled(plan: Plan, inputs: Sequence[torch.Tensor]) -> Regions:
         forward, strides = _compile(plan.forward, fakes, handed, False, aligned)
         if plan.backward is None:
             return Regions(forward, None, any_layout=True)
-        outputs = [
-            node.meta["val"].new_empty(0).new_empty_strided(node.meta["val"].size(), stride)
-            for node, stride in zip(output_args(plan.forward), strides, strict=True)
-        ]
+        values = [node.meta["val"] for node in output_args(plan.forward)]
+        outputs = [value.new_empty_strided(value.size(), stride) for value, stride in zip(values, strides, strict=True)]
         tangents = [outputs[plan.handed[k].position] for k in plan.tangents]
         places = {"input": fakes, "forward": outputs, "tangent": tangents}
         given = [places[source.kind][source.index] for source in plan.backward_inputs]
-        fixed = [source.kind != "input" or aligned[source.index] for source in plan.backward_inputs]
+        begins = [
+            value.storage_offset() * value.element_size() % _ALIGNMENT == 0 for value in values
+        ]  # views do not all
+        fixed_in = {"input": aligned, "forward": begins, "tangent": [True] * len(tangents)}
+        fixed = [fixed_in[source.kind][source.index] for source in plan.backward_inputs]
         every = range(len(output_args(plan.backward)))
         backward, _ = _compile(plan.backward, given, every, True, fixed)
         return Regions(forward, backward, any_layout=True)

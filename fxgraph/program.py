@@ -387,13 +387,16 @@ class Program:
         self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], tensors: Sequence[torch.Tensor]
     ) -> tuple[plan.Plan, compiling.Regions]:
         """The plan for these inputs, and what is to be captured of it."""
+        reason: str | None = None
         if self.options.kernels == "inductor":
             try:
                 planned = self._traced_plan(graph, specs, tensors, for_inductor=True)
                 return planned, compiling.compiled(planned, tensors)
-            except compiling.CannotCompile as error:
-                self._say_kernels(str(error))
+            except (compiling.CannotCompile, effects.CannotPlan, TraceError) as error:
+                reason = error.observed if isinstance(error, TraceError) else str(error)
         planned = self._traced_plan(graph, specs, tensors, for_inductor=False)
+        if reason is not None:
+            self._say_kernels(reason)
         return planned, compiling.as_they_are(planned)
 
     def _say_kernels(self, reason: str) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from twins import Twins, assert_same
 
 import fxgraph
-from fxgraph import compiling, engines
+from fxgraph import compiling, effects, engines, plan
 from fxgraph._torch_compat import inductor
 from fxgraph._torch_compat.autograd import kernels_only
 from fxgraph.engines import cpu, cuda
@@ -510,6 +510,50 @@ def test_it_is_said_once_per_reason(cannot_compile: None) -> None:
         twins.graphed.module.load_state_dict(state, assign=True)  # another capture of the same program
         step(sample("cpu"))(twins.graphed)
     assert twins.stats.eager_calls == 0
+
+
+def test_what_cannot_be_planned_with_inductors_ops_runs_on_aten_kernels(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = plan.make
+
+    def make(joint: Any) -> Any:
+        if joint.for_inductor:
+            raise effects.CannotPlan("not this way")
+        return real(joint)
+
+    monkeypatch.setattr(plan, "make", make)
+    with pytest.warns(fxgraph.KernelFallbackWarning, match="not this way"):
+        twins = net_twins(device)
+    twins.both(step(sample(device)), exact=device == "cpu")
+    twins.assert_replayed(1)
+
+
+class Rows(nn.Module):
+    """Saves views that begin within a vector's width of their memory, and reads a parameter that does."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(memory[1:6])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = (x * x + 1).unbind()
+        return (first.sin() * second.exp() * third.cos() * self.weight).sum()
+
+
+def test_memory_that_is_not_aligned(device: str) -> None:
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    module = Rows(torch.randn(8, device=device))
+    assert module.weight.data_ptr() % 16
+
+    def run() -> list[torch.Tensor]:
+        y = module(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, module.weight])]
+
+    expected = run()
+    fxgraph.make_graphed_callables(module, (x,), options=INDUCTOR)
+    assert_same(run(), expected, exact=False)
+    assert fxgraph.stats(module).replays == 1
 
 
 def test_complex_numbers(device: str) -> None:

@@ -3,6 +3,14 @@
 This rests on ``torch/_inductor/compile_fx.py`` (``compile_fx_inner``, and how ``compile_fx`` calls it) and on
 ``_functorch/partitioners.py``. Inductor's own settings hold, the user's changes included, but for :data:`_SETTINGS`.
 
+Note [Random ops]
+
+Draws are to be eager's: the same numbers, in the same order, at the same elements. So random ops are left to torch's
+own kernels (``fallback_random``), are not decomposed, never run again in the backward, run in the order of the graph,
+and get tensors with the strides that the graph says. ``bernoulli`` needs more: inductor runs it in place, and what
+reads the result can be scheduled before it (torch 2.11 to 2.13, CPU: fusing loops of different shapes computes their
+dependencies anew and forgets who writes in place). So it is called as a function, like the others.
+
 Note [Inductor's wrapper]
 
 What inductor makes of a graph is a Python function, its wrapper, that allocates buffers by ``empty_strided_cpu`` or
@@ -60,6 +68,7 @@ def _settings(**more: Any) -> Iterator[None]:
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """What inductor wants decomposed while a graph is traced, but for random ops, whose draws are to stay eager's."""
+    import torch._inductor.lowering  # noqa: F401  # which some decompositions use without importing it
     from torch._inductor.decomposition import select_decomp_table
 
     with _settings():
@@ -151,6 +160,7 @@ def compile_graph(
     from torch._inductor.utils import BoxedBool
 
     own = copy.deepcopy(graph)
+    _draw_by_function(own)
     own.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
     random = [node.target for node in own.graph.nodes if _draws(node.target)]
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # inductor's cache wants the ShapeEnv
@@ -182,16 +192,42 @@ def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
     return mode
 
 
+def _draw_by_function(graph: fx.GraphModule) -> None:
+    """Turn ``bernoulli_(empty_like(x))`` into a function that draws into the same elements; see Note [Random ops].
+
+    Raises:
+        CannotCompile: if something else is written in place that is no input.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.bernoulli_.float):
+        value = node.meta["val"]
+        order = sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.size(dim)), reverse=True)
+        if not value.permute(order).is_contiguous():
+            raise CannotCompile("bernoulli_ fills a tensor that has gaps in memory")
+        with graph.graph.inserting_before(node):
+            how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            memory = graph.graph.call_function(aten.empty.memory_format, ([value.size(dim) for dim in order],), how)
+            drawn = graph.graph.call_function(aten.bernoulli.p, (memory, *node.args[1:]))
+            result = graph.graph.call_function(
+                aten.permute.default, (drawn, [order.index(d) for d in range(len(order))])
+            )
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.graph.erase_node(node)
+    for node in graph.graph.nodes:
+        written = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if written and not (node.target is aten.copy_.default and node.args[0].op == "placeholder"):
+            raise CannotCompile(f"{node.target} writes in place")
+    graph.recompile()
+
+
 def _draws(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 @contextlib.contextmanager
 def _draws_as_in_eager(ops: Sequence[Any]) -> Iterator[None]:
-    """Random ops are called in the order of the graph, on tensors with the strides that the graph says.
-
-    What they draw goes to the elements in the order of their memory.
-    """
+    """See Note [Random ops]."""
     from torch._inductor import decomposition, lowering
 
     order = {"reorder_for_peak_memory": False} if len(ops) > 1 else {}
@@ -200,7 +236,9 @@ def _draws_as_in_eager(ops: Sequence[Any]) -> Iterator[None]:
         _settings(**order),
         mock.patch.dict(lowering._maybe_layout_constraints, strict),
         mock.patch.dict(decomposition.decompositions),  # inductor calls no op as it is that it could decompose
+        mock.patch.dict(lowering.lowerings),
     ):
+        lowering.lowerings.pop(torch.ops.aten.bernoulli.p, None)
         for op in ops:
             decomposition.decompositions.pop(op, None)
         yield
