@@ -335,6 +335,25 @@ class Branches(nn.Module):
         )
 
 
+class Normed(nn.Module):
+    """A reduction over rows, and dropout of what is computed from it: loops of two shapes around a random op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(F.dropout(self.norm(self.inner(x)).tanh(), 0.25))
+
+
+def test_random_numbers_are_drawn_before_they_are_read(device: str) -> None:
+    """Inductor's own ``bernoulli`` in place is scheduled after the loop that reads it."""
+    x = torch.randn(5, 3, device=device)
+    twins = Twins(Normed(), x, device=device, options=INDUCTOR)
+    for _ in range(3):
+        twins.both(lambda side: side.module(x).detach(), exact=False)
+
+
 def test_random_numbers_are_drawn_in_eagers_order(device: str) -> None:
     x = sample(device, grad=True)
     twins = Twins(Branches(), x, device=device, options=INDUCTOR)

@@ -200,7 +200,7 @@ def _draw_by_function(graph: fx.GraphModule) -> None:
     """
     aten = torch.ops.aten
     for node in graph.graph.find_nodes(op="call_function", target=aten.bernoulli_.float):
-        value = node.meta["val"]
+        value = node.args[0].meta["val"]  # the op's own value is that of the function that it was
         order = sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.size(dim)), reverse=True)
         if not value.permute(order).is_contiguous():
             raise CannotCompile("bernoulli_ fills a tensor that has gaps in memory")
@@ -211,7 +211,7 @@ def _draw_by_function(graph: fx.GraphModule) -> None:
             result = graph.graph.call_function(
                 aten.permute.default, (drawn, [order.index(d) for d in range(len(order))])
             )
-        result.meta = dict(node.meta)
+        result.meta = {**node.meta, "val": value}
         node.replace_all_uses_with(result)
         graph.graph.erase_node(node)
     for node in graph.graph.nodes:
