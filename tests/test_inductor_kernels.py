@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._inductor import metrics
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from twins import Twins, assert_same
 
 import fxgraph
@@ -283,6 +284,22 @@ def test_without_gradients_and_in_inference_mode(device: str) -> None:
         for _ in range(2):
             twins.both(run, exact=False)
     twins.assert_replayed(4)
+
+
+def test_captured_in_inference_mode_or_inside_of_a_checkpoint(device: str) -> None:
+    twins = net_twins(device)
+    x = torch.randn(5, 3, device=device)  # another signature, captured where it is met
+    with torch.inference_mode():
+        twins.both(lambda side: side.module(x), exact=False)
+
+    def checkpointed(side: types.SimpleNamespace) -> torch.Tensor:
+        y, z = checkpoint(side.module, x, use_reentrant=False)
+        (y.square().mean() + z.mean()).backward()
+        return y.detach()
+
+    twins.both(evaluate, exact=False)
+    twins.both(checkpointed, exact=False)
+    assert twins.stats.replays == 3
 
 
 # -- more kinds of programs -------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from torch._functorch._aot_autograd import descriptors, schemas
 from torch._functorch._aot_autograd.functional_utils import gen_alias_from_base
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, default_partition
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import inductor
 from .tracing import tracing
@@ -130,9 +129,14 @@ def counted_writes(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> froz
 
     Batch norm writes its running statistics without counting, which no decomposition of it tells any more.
     """
-    mode = detect_fake_mode(inputs) or FakeTensorMode()
-    with tracing(), _without_function_modes(), mode:
-        fakes = [mode.from_tensor(value) if not isinstance(value, FakeTensor) else value.detach() for value in inputs]
+    with (
+        tracing(),
+        _without_function_modes(),
+        torch.inference_mode(False),  # whose tensors have no version
+        torch.no_grad(),  # nothing is saved, which a checkpoint around the call would count
+        FakeTensorMode(),
+    ):
+        fakes = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
         before = [fake._version for fake in fakes]
         graph.forward(*fakes)
         return frozenset(i for i, fake in enumerate(fakes) if fake._version != before[i])
