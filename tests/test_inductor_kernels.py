@@ -565,6 +565,29 @@ def test_what_cannot_be_planned_with_inductors_ops_runs_on_aten_kernels(
     twins.assert_replayed(1)
 
 
+def test_an_lstm_on_the_cpu_runs_on_aten_kernels() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0]
+
+    x = torch.randn(5, 2, 3)
+    with pytest.warns(fxgraph.KernelFallbackWarning, match="mkldnn_rnn_layer"):
+        twins = Twins(Last(), x, device="cpu", options=INDUCTOR)
+
+    def run(side: types.SimpleNamespace) -> torch.Tensor:
+        y = side.module(x)
+        y.sum().backward()
+        return y.detach()
+
+    for _ in range(2):
+        twins.both(run)
+    twins.assert_replayed(2)
+
+
 class Rows(nn.Module):
     """Saves views that begin within a vector's width of their memory, and reads a parameter that does."""
 

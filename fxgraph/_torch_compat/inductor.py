@@ -160,7 +160,7 @@ def compile_graph(
     from torch._inductor.utils import BoxedBool
 
     own = copy.deepcopy(graph)
-    _draw_by_function(own)
+    _prepare(own)
     own.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
     random = [node.target for node in own.graph.nodes if _draws(node.target)]
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # inductor's cache wants the ShapeEnv
@@ -192,11 +192,12 @@ def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
     return mode
 
 
-def _draw_by_function(graph: fx.GraphModule) -> None:
+def _prepare(graph: fx.GraphModule) -> None:
     """Turn ``bernoulli_(empty_like(x))`` into a function that draws into the same elements; see Note [Random ops].
 
     Raises:
-        CannotCompile: if something else is written in place that is no input.
+        CannotCompile: if something else is written in place that is no input, or an op is there that would not run as
+            it is meant to.
     """
     aten = torch.ops.aten
     for node in graph.graph.find_nodes(op="call_function", target=aten.bernoulli_.float):
@@ -218,6 +219,8 @@ def _draw_by_function(graph: fx.GraphModule) -> None:
         written = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         if written and not (node.target is aten.copy_.default and node.args[0].op == "placeholder"):
             raise CannotCompile(f"{node.target} writes in place")
+        if node.target is aten.mkldnn_rnn_layer.default:
+            raise CannotCompile(f"{node.target} asks grad mode whether its backward will come")
     graph.recompile()
 
 
