@@ -737,3 +737,23 @@ def test_memory_goes_back(device: str) -> None:
     captured.release()
     pool.trim()
     assert dataclasses.is_dataclass(capture.regions) and isinstance(capture.regions, compiling.Regions)
+
+
+@pytest.mark.cuda
+def test_on_cuda_outputs_lie_in_the_regions_own_pool_and_scratch_does_not() -> None:
+    twins = net_twins("cuda")
+    slot = capture_of(twins.graphed.module).slots[0]
+    segments = torch.cuda.memory_snapshot()
+
+    def pool_of(tensor: torch.Tensor) -> tuple[int, int]:
+        address = tensor.untyped_storage().data_ptr()
+        (found,) = [s for s in segments if s["address"] <= address < s["address"] + s["total_size"]]
+        return tuple(found["segment_pool_id"])
+
+    for region, inputs in ((slot.forward, slot._arguments), (slot.backward, slot.backward_inputs())):
+        assert isinstance(region, cuda.CudaRegion)
+        given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        made = [out for out in region.outputs if out.untyped_storage().data_ptr() not in given]
+        assert made and {pool_of(out) for out in made} == {tuple(region.own.handle)}
+        # Once it goes back to the shared pool in any case, at the end.
+        assert region.own._uses[region.own._shared] > 1, "the whole region ran in memory of its own"
