@@ -302,6 +302,45 @@ def test_captured_in_inference_mode_or_inside_of_a_checkpoint(device: str) -> No
     assert twins.stats.replays == 3
 
 
+class Counting(nn.Module):
+    """Uses a buffer and then changes it: what the backward computes again must not read the changed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("calls", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled = self.calls * 2
+        y = (x * doubled * self.weight).sin()
+        self.calls.add_(1)
+        return y
+
+
+def test_the_backward_does_not_read_what_the_forward_has_written(device: str) -> None:
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    twins = Twins(Counting(), x, device=device, options=INDUCTOR)
+
+    def run(side: types.SimpleNamespace) -> Any:
+        return torch.autograd.grad(side.module(x).sum(), [x, side.module.weight])
+
+    for _ in range(3):
+        twins.both(run, exact=False)
+    twins.assert_replayed(3)
+
+
+def test_samples_that_share_memory(device: str) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    memory = torch.randn(5, device=device)
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="shares memory"):
+        graphed = fxgraph.make_graphed_callables(function, (memory[1:], memory[:-1]), options=INDUCTOR)
+    other = memory.clone()
+    assert torch.equal(graphed(memory[1:], memory[:-1]), function(other[1:], other[:-1]))
+
+
 # -- more kinds of programs -------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ import contextlib
 import copy
 import dis
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,6 +40,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .tracing import tracing
@@ -98,7 +100,36 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
         result: fx.GraphModule = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
         FakeTensorProp(result, _mode_of(values)).propagate_dont_convert_inputs(*values)
         _restore_strides_of_outputs(result, before)
+        _read_before_written(result)
     return result
+
+
+def _read_before_written(joint: fx.GraphModule) -> None:
+    """Let what reads an input that is written at the end read a copy of it, which the partitioner has to save.
+
+    The backward runs when the input has been written: what it computes again must not start from there. Where it does
+    not need the copy, inductor removes it.
+    """
+    for node in _written(joint):
+        readers = [user for user in node.users if not _writes(user, node)]
+        if readers:
+            with joint.graph.inserting_before(readers[0]):
+                copied = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = {"val": node.meta["val"].clone()}
+            for user in readers:
+                user.replace_input_with(node, copied)
+    joint.graph.lint()
+    joint.recompile()
+
+
+def _written(joint: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node for node in joint.graph.find_nodes(op="placeholder") if any(_writes(user, node) for user in node.users)
+    ]
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    return user.target is torch.ops.aten.copy_.default and user.args[0] is node
 
 
 def _strides_of_outputs(graph: fx.GraphModule) -> list[tuple[int, ...] | None]:
@@ -126,8 +157,9 @@ def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
 
 def partition(joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward with as little between them as recomputing cheap ops allows. Random ops never run again."""
+    written = set(_written(joint))
     for node in joint.graph.nodes:
-        if _draws(node.target):
+        if _draws(node.target) or written.intersection(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with tracing(), _quiet():
         forward, backward = min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_forward)
@@ -160,9 +192,9 @@ def compile_graph(
     from torch._inductor.utils import BoxedBool
 
     own = copy.deepcopy(graph)
+    random = [node.target for node in own.graph.nodes if _draws(node.target)]
     _prepare(own)
     own.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
-    random = [node.target for node in own.graph.nodes if _draws(node.target)]
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # inductor's cache wants the ShapeEnv
     with mode:
         fakes = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
@@ -221,7 +253,35 @@ def _prepare(graph: fx.GraphModule) -> None:
             raise CannotCompile(f"{node.target} writes in place")
         if node.target is aten.mkldnn_rnn_layer.default:
             raise CannotCompile(f"{node.target} asks grad mode whether its backward will come")
+        if node.target is aten.zeros.default:  # which is expected to be decomposed
+            node.target, node.args = aten.full.default, (node.args[0], 0)
+            node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
     graph.recompile()
+
+
+def _chained() -> dict[str, Any]:
+    """The setting with which each random op waits for the one before; empty where inductor does so itself (2.13)."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    if hasattr(post_grad, "_chain_random_ops_for_ordering"):
+        return {}
+    users: Any = config.post_grad_custom_post_pass
+
+    class Chain(CustomGraphPass):  # in this place, for inductor's fake tensors do not go through what it makes
+        def __call__(self, graph: fx.Graph) -> None:
+            if users is not None:
+                users(graph)
+            drawing = [node for node in graph.nodes if _draws(node.target)]
+            after = {node: OrderedSet([before]) for before, node in itertools.pairwise(drawing)}
+            preserve_node_ordering(graph, after)
+
+        def uuid(self) -> Any:
+            return "draws in order", None if users is None else users.uuid()
+
+    return {"post_grad_custom_post_pass": Chain()}
 
 
 def _draws(op: Any) -> bool:
@@ -233,8 +293,10 @@ def _draws_as_in_eager(ops: Sequence[Any]) -> Iterator[None]:
     """See Note [Random ops]."""
     from torch._inductor import decomposition, lowering
 
-    order = {"reorder_for_peak_memory": False} if len(ops) > 1 else {}
-    strict = dict.fromkeys(ops, lowering.constrain_to_fx_strides)
+    order: dict[str, Any] = {"reorder_for_peak_memory": False, **_chained()} if len(ops) > 1 else {}
+    strict = dict.fromkeys(
+        [op for op in ops if op is not torch.ops.aten.bernoulli_.float], lowering.constrain_to_fx_strides
+    )
     with (
         _settings(**order),
         mock.patch.dict(lowering._maybe_layout_constraints, strict),
