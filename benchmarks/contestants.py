@@ -187,7 +187,8 @@ def _in_trees(task: Task, **how: Any) -> Runner:
 
 def _with_options(name: str, **options: Any) -> Contestant:
     description = "fxgraph.make_graphed_callables, " + ", ".join(f"{key}={value!r}" for key, value in options.items())
-    return Contestant(name, description, _BOTH, functools.partial(_fxgraph, options=options), _FXGRAPH, options)
+    modules = (*_FXGRAPH, *(_COMPILE if options.get("kernels") == "inductor" else ()))
+    return Contestant(name, description, _BOTH, functools.partial(_fxgraph, options=options), modules, options)
 
 
 _GPU, _CPU, _BOTH = ("cuda",), ("cpu",), ("cuda", "cpu")
@@ -230,6 +231,14 @@ CONTESTANTS = {
             _FXGRAPH,
         ),
         _with_options("fxgraph-inductor", kernels="inductor"),
+        Contestant(
+            "fxgraph-compile-inductor",
+            'torch.compile(backend="graphed", options={"kernels": "inductor"})',
+            _BOTH,
+            functools.partial(_compiled, backend="graphed", options={"kernels": "inductor"}),
+            (*_FXGRAPH, *_COMPILE),
+            {"kernels": "inductor"},
+        ),
         _with_options("fxgraph-in_graph", grads="in_graph"),
         _with_options("fxgraph-inductor-in_graph", kernels="inductor", grads="in_graph"),
     )

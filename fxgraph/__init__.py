@@ -38,7 +38,7 @@ from .errors import (
     VerifyError,
 )
 from .options import Options
-from .program import EagerFallbackWarning
+from .program import EagerFallbackWarning, KernelFallbackWarning
 from .stats import Stats, stats
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "EagerFallbackWarning",
     "FxgraphError",
     "InputError",
+    "KernelFallbackWarning",
     "OptionError",
     "Options",
     "ReplayError",

@@ -18,6 +18,7 @@ gradient*, or adds to it where ``.grad`` is there already, and the replay sets `
   parameter does not ask for one any more.
 * A parameter that is used outside of the callable too, in the same backward, has an ``AccumulateGrad`` that will run,
   on a stream of its own. It is given our gradient as well.
+* Regions of inductor's kernels do not accumulate: what they give is added by hand.
 * Hooks are ``AccumulateGrad``'s. A call whose parameters have hooks at its forward goes the ordinary way, and so does
   one whose parameters are held by more than one graph (DistributedDataParallel hooks in C++, where nobody sees it); a
   hook that comes between a forward and its backward is refused.

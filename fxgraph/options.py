@@ -17,7 +17,9 @@ class Options:
 
     Fields:
         engine: who captures and replays; ``auto`` takes ``cuda`` for callables with CUDA tensors, else ``cpu``.
-        kernels: ``aten`` runs the kernels that eager would run.
+        kernels: ``aten`` runs the kernels that eager would run, bit by bit the same; ``inductor`` has torch's compiler
+            make fused ones, which are captured: equal to eager up to rounding, with the same random numbers. What it
+            cannot compile runs with aten kernels, with one warning.
         grads: ``autograd`` makes parameters inputs of the autograd node, so that all of autograd works. ``in_graph``
             has the captured backward itself write ``.grad`` or add to it, which is much cheaper with many parameters;
             Note [Gradients in the graph] in ``accumulate.py`` says what it does not do.
@@ -39,7 +41,7 @@ class Options:
     """
 
     engine: Literal["auto", "cuda", "cpu"] = "auto"
-    kernels: Literal["aten"] = "aten"
+    kernels: Literal["aten", "inductor"] = "aten"
     grads: Literal["autograd", "in_graph"] = "autograd"
     on_new_signature: Literal["capture", "eager", "error"] = "capture"
     max_captures: int = 8

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
 import passes
 from passes.aliasing import Aliases
 
 from ._torch_compat import aot
+from ._torch_compat.layout import suggest_memory_format
 from .effects import (
     CannotPlan,
     random_nodes,
@@ -188,7 +188,7 @@ def make(joint: JointGraph) -> Plan:
             raise CannotPlan(f"{spec} has its shape, strides or storage changed in place")
     if num_tangents:
         _forget_checkpoints(joint.gm)
-        forward, backward = aot.partition(joint.gm, joint.num_forward)
+        forward, backward = aot.partition(joint.gm, joint.num_forward, joint.for_inductor)
     else:
         forward, backward = joint.gm, None
     refuse_reads_beyond(joint, specs)
@@ -247,7 +247,7 @@ def make(joint: JointGraph) -> Plan:
         returns=tuple(returns),
         updates=updates,
         mutated=mutated,
-        uncounted=frozenset(undeclared | statistics(forward)),
+        uncounted=frozenset(undeclared | statistics(forward) | joint.uncounted),
         overwritten=overwritten,
         repeatable=not updates and overwritten == set(mutated),
         draws=bool(random_nodes(forward)),
@@ -279,7 +279,9 @@ def make(joint: JointGraph) -> Plan:
         raise CannotPlan("an output is an input's own memory in a way that cannot be made again outside of the graph")
     forward.graph.output_node().args = (tuple(buffers),)
     forward.graph.eliminate_dead_code()
-    plan.forward = passes.MergeInputCopies()(forward).graph_module  # BatchNorm's statistics and counters, mostly
+    plan.forward = forward
+    if not joint.for_inductor:  # which fuses writes itself, and takes one at a time
+        plan.forward = passes.MergeInputCopies()(forward).graph_module  # BatchNorm's statistics and counters, mostly
     for_real_tensors(plan.forward)
     return plan
 

@@ -21,7 +21,20 @@ from torch import fx
 import passes
 from passes.facts import describe_call, where_of
 
-from . import accumulate, asking, effects, engines, partial, plan, replay, sharing, trace, verifying, weight_casts
+from . import (
+    accumulate,
+    asking,
+    compiling,
+    effects,
+    engines,
+    partial,
+    plan,
+    replay,
+    sharing,
+    trace,
+    verifying,
+    weight_casts,
+)
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
@@ -35,6 +48,10 @@ ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 class EagerFallbackWarning(UserWarning):
     """A graphed callable runs eagerly. The result is right; the speed is eager's."""
+
+
+class KernelFallbackWarning(UserWarning):
+    """A callable that should run on inductor's kernels runs on aten's. The result is right; the speed is theirs."""
 
 
 class RunEagerly(Exception):
@@ -60,6 +77,10 @@ class Runner(Protocol):
 
 class _TakenOver(Exception):
     """Another runner answers this call; see Note [An op that fails to be captured]."""
+
+
+class _OnAten(Exception):
+    """The call starts again, and captures aten kernels; see Note [An op that fails to be captured]."""
 
 
 _FAILED = "the capture failed: "
@@ -126,7 +147,8 @@ class Program:
     engine's failure is another matter). With ``on_uncapturable="split"`` such an op runs eagerly, as those do that the
     rules know: what is captured around it takes the program over, for the signature that failed and all later ones.
     With ``"eager"`` the signature runs eagerly; with ``"error"`` the failure is raised. Ops that fail in eager too are
-    not meant.
+    not meant. A region of inductor's kernels does not say which op it was: the program goes on with aten kernels, which
+    do, and what is around the op is compiled again.
 
     Args:
         graph: takes flat inputs (tensors, and numbers where Dynamo left sizes symbolic), returns flat outputs.
@@ -163,6 +185,8 @@ class Program:
         self.eager_keys: dict[Any, str] = {}
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.replays = 0
+        self._without_inductor: set[str] = set()  # reasons that have been said
+        self._aten_only: str | None = None  # why nothing more is captured on inductor's kernels
         self._eager = trace.for_eager(self.graph).forward  # not __call__, which prints a traceback of the graph's own
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._grad_mode_after = trace.grad_mode_after(self.graph)
@@ -204,6 +228,8 @@ class Program:
         except _TakenOver:
             assert self.instead is not None, "what takes over is there before anything says so"
             return self.instead(*given)
+        except _OnAten:
+            return self(*given)
         self._count_eager(reason)
         try:
             return tuple(self._eager(*inputs))
@@ -237,6 +263,8 @@ class Program:
                 own = self._own_failure(capture, tensors)
                 if own is not None:
                     raise self._op_failed(own) from error
+                if self._give_up_kernels(error, capture):
+                    return self.prepare(given)
                 if (found := self._set_aside(error, capture)) is None:
                     raise
                 reason = found
@@ -259,14 +287,27 @@ class Program:
         if name is None:
             return None
         reason = f"[{error.id}] {describe_call(node)} cannot be captured: {error.observed} ({where_of(node)})"
-        key = next((key for key, known in self.captures.items() if known is capture), None)
-        self.captures.pop(key, capture).release()
-        self.pools.trim()
+        key = self._forget(capture)
         if self._around is not None and self.instead is None:
             self.instead = self._around({name: reason})
         if self.instead is None:
             self.eager_keys[key] = reason
         return reason
+
+    def _give_up_kernels(self, error: CaptureError, capture: Capture) -> bool:
+        """Give up a capture that failed on inductor's kernels, for one on aten's; whether it was such a one."""
+        if not capture.plan.joint.for_inductor or isinstance(error.__cause__, torch.OutOfMemoryError):
+            return False
+        self._aten_only = f"their capture failed: {error.observed}"
+        self._forget(capture)
+        return True
+
+    def _forget(self, capture: Capture) -> Any:
+        """Release a capture; gives the key that it was found by."""
+        key = next((key for key, known in self.captures.items() if known is capture), None)
+        self.captures.pop(key, capture).release()
+        self.pools.trim()
+        return key
 
     def _own_failure(self, capture: Capture, tensors: list[torch.Tensor]) -> Exception | None:
         """What the graph raises when it runs eagerly on copies of these inputs, if it raises."""
@@ -290,13 +331,16 @@ class Program:
     def finish(self, slot: Slot) -> None:
         """Capture the backward of a slot that :meth:`prepare` gave.
 
-        Where an op of it cannot be captured, what takes over captures at its first call.
+        Where an op of it cannot be captured, what takes over captures at its first call; so do aten kernels where
+        inductor's cannot.
         """
         with self.lock:
             try:
                 with self._stage("capturing the backward"):
                     slot.capture_backward()
             except CaptureError as error:
+                if self._give_up_kernels(error, slot.capture):
+                    return
                 reason = self._set_aside(error, slot.capture)
                 if reason is None:
                     raise
@@ -324,7 +368,8 @@ class Program:
             joint = capture.plan.joint
             graph = trace.detach_outputs(capture.graph, partial.outputs_without_gradient(joint, defined))
             with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
-                narrowed = trace.export(graph, capture.plan.inputs, trace.example_inputs(joint), joint.cached)
+                examples = trace.example_inputs(joint)
+                narrowed = trace.export(graph, capture.plan.inputs, examples, joint.cached, joint.for_inductor)
             try:
                 known[defined] = partial.partial_backward(capture.plan, narrowed)
             except effects.CannotPlan as error:
@@ -419,6 +464,8 @@ class Program:
             self.pools.trim()
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise RunEagerly("no memory for a capture") from error
+            if self._give_up_kernels(error, capture):
+                raise _OnAten from error
             eager_can = engines.blamed(error.__cause__) is None or self._own_failure(capture, list(tensors)) is None
             if eager_can and (reason := self._set_aside(error, capture)) is not None:
                 raise (RunEagerly(reason) if self.instead is None else _TakenOver()) from error
@@ -452,7 +499,7 @@ class Program:
         if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
             raise RunEagerly("it switches grad mode on inside, where it is off outside")
         graph = trace.specialise(self.graph, inputs)
-        planned = self._plan(graph, specs, tensors)
+        planned, regions = self._plan(graph, specs, tensors)
         if planned.mutated and trace.for_eager(graph) is not graph:
             raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")
         device = tensors[0].device  # there is but one: the rules have been judged
@@ -460,7 +507,15 @@ class Program:
         pool = self.pools.get(engine, device)
         live = [value for spec, value in zip(specs, tensors, strict=True) if spec.live]
         capture = Capture(
-            graph, planned, engine, device, live, pool, self.options.num_warmup_iters, self.options.max_in_flight
+            graph,
+            planned,
+            regions,
+            engine,
+            device,
+            live,
+            pool,
+            self.options.num_warmup_iters,
+            self.options.max_in_flight,
         )
         if self.options.grads == "in_graph" and (positions := accumulate.parameters_in_graph(planned, tensors)):
             capture.accumulator = accumulate.Accumulator(planned, positions, tensors, engine, pool)
@@ -469,20 +524,46 @@ class Program:
 
     def _plan(
         self, graph: fx.GraphModule, specs: tuple[trace.InputSpec, ...], tensors: tuple[torch.Tensor, ...]
-    ) -> plan.Plan:
-        plans = self.pools.plans
-        key = sharing.key_of(graph, specs, tensors) if plans is not None else None
-        if plans is not None and (known := plans.find(key)) is not None:
-            return known
-        self._refuse(trace.check_torch_level(graph))  # first: what depends on data has no joint graph
+    ) -> tuple[plan.Plan, compiling.Regions]:
+        """The plan for these inputs, and what is to be captured of it."""
+        reason = self._aten_only
+        if self.options.kernels == "inductor" and reason is None:
+            try:
+                planned = self._shared_plan(graph, specs, tensors, for_inductor=True)
+                return planned, compiling.compiled(planned, tensors)
+            except (compiling.CannotCompile, effects.CannotPlan, TraceError) as error:
+                reason = error.observed if isinstance(error, TraceError) else str(error)
         try:
-            joint = trace.export(graph, specs, tensors)
-            self._refuse_in(joint)
-            planned = plan.make(joint)
+            planned = self._shared_plan(graph, specs, tensors, for_inductor=False)
         except TraceError as error:
             raise RunEagerly(f"[{error.id}] {error.observed}") from error
         except effects.CannotPlan as error:
             raise RunEagerly(str(error)) from error
+        if reason is not None:
+            self._say_kernels(reason)
+        return planned, compiling.as_they_are(planned)
+
+    def _say_kernels(self, reason: str) -> None:
+        if reason not in self._without_inductor:
+            self._without_inductor.add(reason)
+            text = f"fxgraph: {self.name} runs with aten kernels, not with inductor's: {reason}"
+            warnings.warn(text, KernelFallbackWarning, stacklevel=6)
+
+    def _shared_plan(
+        self,
+        graph: fx.GraphModule,
+        specs: tuple[trace.InputSpec, ...],
+        tensors: tuple[torch.Tensor, ...],
+        for_inductor: bool,
+    ) -> plan.Plan:
+        plans = self.pools.plans
+        key = sharing.key_of(graph, specs, tensors, for_inductor) if plans is not None else None
+        if plans is not None and (known := plans.find(key)) is not None:
+            return known
+        self._refuse(trace.check_torch_level(graph))  # first: what depends on data has no joint graph
+        joint = trace.export(graph, specs, tensors, for_inductor=for_inductor)
+        self._refuse_in(joint)
+        planned = plan.make(joint)
         if plans is not None:
             plans.keep(key, planned)
         return planned
@@ -491,8 +572,13 @@ class Program:
         """Refuse what only the joint graph shows: ops inside of a torch-level op, constants that cannot be moved.
 
         Where each belongs to an op of the graph, those are set aside; see Note [An op that fails to be captured].
+
+        Raises:
+            CannotCompile: for a graph of inductor's ops, which do not lead back to the user's: aten's are judged next.
         """
         report = passes.check(joint.gm)
+        if joint.for_inductor and not report.ok:
+            raise compiling.CannotCompile(_reason(report.violations[0]))
         if not report.ok and self._around is not None and self.instead is None:
             nodes = {node.name: node for node in joint.gm.graph.nodes}
             origins: dict[str, str] = {}

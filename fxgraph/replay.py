@@ -385,7 +385,7 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     if any(map(is_batched, tangents)) or not slot.takes(tangents):
         return _op_by_op(plan, [*slot.backward_inputs()[: -len(tangents)], *tangents])
     slot.fill_tangents(tangents)
-    if call.accumulator is not None:
+    if call.accumulator is not None and capture.accumulates_inside:
         gradients = _accumulating_backward(call, call.accumulator)
         if gradients is not None:
             return gradients

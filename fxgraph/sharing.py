@@ -42,16 +42,19 @@ class Plans:
             self._known[key] = plan
 
 
-def key_of(graph: fx.GraphModule, specs: Sequence[InputSpec], tensors: Sequence[torch.Tensor]) -> Hashable | None:
+def key_of(
+    graph: fx.GraphModule, specs: Sequence[InputSpec], tensors: Sequence[torch.Tensor], for_inductor: bool = False
+) -> Hashable | None:
     """What two torch-level graphs must have in common to have the same plan; None where that cannot be said.
 
     Args:
         graph: all of its inputs are tensors.
         specs: what they are.
         tensors: the inputs.
+        for_inductor: whether the plan is of the ops that inductor wants to be given.
     """
     try:
-        return _state(), tuple(specs), _nodes(graph.graph), _looks(tensors)
+        return for_inductor, _state(), tuple(specs), _nodes(graph.graph), _looks(tensors)
     except _Unknown:
         return None
 

@@ -20,6 +20,8 @@ The gradient of an output comes in the layout that autograd happens to give it: 
 than captured runs op by op on the tangents as they are, and the backward region is captured anew for that layout. After
 MAX_LAYOUTS of them a slot copies into what it has, if that is not expanded: equal to eager up to rounding. A backward
 that the user has written (``torch.autograd.Function``) may have asked for the layout, so it gets the traced one always.
+A backward of inductor's kernels, which rounds in its own way whatever the layout, is compiled for one and copied into
+at once.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from torch import fx
 from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, transforms_active, watched
 from ._torch_compat.storage import Held
 from .accumulate import Accumulator, Pattern, accumulating_graph
+from .compiling import Regions
 from .engines import CapturedRegion, Engine, Pool
 from .plan import Plan
 from .signature import WrittenMemory
@@ -115,7 +118,7 @@ class Slot:
         mutated = [self._arguments[i] for i in plan.mutated]
         with engine.unchanged(mutated):
             self.forward: CapturedRegion = engine.capture(
-                capture.pool, plan.forward, self._arguments, capture.num_warmup_iters
+                capture.pool, capture.regions.forward, self._arguments, capture.num_warmup_iters
             )
         self.outputs = self.forward.outputs
         self.handed = [self.outputs[out.position] for out in plan.handed]
@@ -133,14 +136,16 @@ class Slot:
         self._new_tangents: list[torch.Tensor] = []
         # With gradients in the graph: the backwards that accumulate; which ones are wanted, and whether a plain one is.
         self.accumulating: dict[Pattern, AccumulatingBackward] = {}
-        self._patterns = {capture.accumulator.nothing_there} if capture.accumulator is not None else set()
-        self._plain = capture.accumulator is None
+        inside = capture.accumulator if capture.accumulates_inside else None
+        self._patterns = {inside.nothing_there} if inside is not None else set()
+        self._plain = inside is None
 
     def capture_backward(self) -> None:
         """Capture the backward regions that are to be and are not yet. The forward has been captured; it runs once more
         to give the saved values a value."""
         plan, engine, pool = self.capture.plan, self.capture.engine, self.capture.pool
-        if plan.backward is None:
+        region = self.capture.regions.backward
+        if region is None:
             return
         with kernels_only():
             if not self.tangents:
@@ -153,12 +158,10 @@ class Slot:
         with engine.unchanged([self._arguments[i] for i in plan.mutated]):
             self.forward.replay()
             if self._plain and self.backward is None:
-                self.backward = engine.capture(
-                    pool, plan.backward, self.backward_inputs(), self.capture.num_warmup_iters
-                )
+                self.backward = engine.capture(pool, region, self.backward_inputs(), self.capture.num_warmup_iters)
                 self.gradients = self.backward.outputs
                 self._held_gradients = Held(list(self.gradients))
-            if self.capture.accumulator is not None:
+            if self.capture.accumulator is not None and plan.backward is not None:
                 self._capture_accumulating(plan.backward, self.capture.accumulator)
         self._watch_outputs()  # again: the backward regions hold views of the forward's buffers
 
@@ -250,7 +253,8 @@ class Slot:
             return True
         if all(map(_same_layout, tangents, self.tangents)):
             return True
-        if self._layouts_learned == MAX_LAYOUTS:  # one that is expanded takes nothing else
+        if self.capture.regions.any_layout or self._layouts_learned == MAX_LAYOUTS:
+            # One that is expanded takes nothing else.
             return all(map(operator.is_, self._tangent_targets, self.tangents))
         if any(torch._debug_has_internal_overlap(compact(tangent)) == 1 for tangent in tangents):
             return True
@@ -291,6 +295,7 @@ class Capture:
         self,
         graph: fx.GraphModule,
         plan: Plan,
+        regions: Regions,
         engine: Engine,
         device: torch.device,
         live: Sequence[torch.Tensor],
@@ -299,7 +304,8 @@ class Capture:
         max_in_flight: int,
     ) -> None:
         self.graph = graph  # torch-level, with the plan's inputs: what runs where no replay can
-        self.plan, self.engine, self.device, self.pool = plan, engine, device, pool
+        self.plan, self.regions = plan, regions
+        self.engine, self.device, self.pool = engine, device, pool
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
         self.addresses = tuple(tensor.data_ptr() for tensor in live)
         places = dict(zip([i for i, spec in enumerate(plan.inputs) if spec.live], self.addresses, strict=True))
@@ -311,6 +317,12 @@ class Capture:
         self.written: WrittenMemory | None = None
         self.failures = 0  # captures of a slot that the engine could not make
         self.accumulator: Accumulator | None = None  # with gradients in the graph
+
+    @property
+    def accumulates_inside(self) -> bool:
+        """Whether backward regions are captured that accumulate. They are made of the plan's own graph, so inductor's
+        are not: what they give is accumulated by hand."""
+        return self.accumulator is not None and self.regions.backward is self.plan.backward
 
     def lives(self) -> bool:
         """Whether the parameters and buffers that it was captured on are still where they were."""
@@ -382,7 +394,9 @@ class Capture:
     def __str__(self) -> str:
         ops = sum(node.op == "call_function" for node in self.plan.forward.graph.nodes)
         regions = "forward" if self.plan.backward is None else "forward and backward"
-        inside = f", {len(self.accumulator.positions)} gradients in the graph" if self.accumulator is not None else ""
+        inside = ""
+        if self.accumulator is not None and self.accumulates_inside:
+            inside = f", {len(self.accumulator.positions)} gradients in the graph"
         return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays{inside}"
 
 

@@ -28,7 +28,7 @@ from passes.facts import tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
 
 from . import weight_casts
-from ._torch_compat import aot, dynamo
+from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from .errors import FxgraphError, TraceError, add_note
 
@@ -102,6 +102,8 @@ class JointGraph:
         one_layout: a backward of the user's own is in it (``torch.autograd.Function``), which may have asked for the
             layout of its gradients: it holds for the traced one.
         metadata: AOTAutograd's ``ViewAndMutationMeta``.
+        for_inductor: whether the ops are what inductor wants to be given, rather than those that eager runs.
+        uncounted: with ``for_inductor``, written inputs whose version counter eager leaves as it is.
     """
 
     gm: fx.GraphModule
@@ -112,6 +114,8 @@ class JointGraph:
     cached: tuple[int, ...]
     one_layout: bool
     metadata: Any
+    for_inductor: bool = False
+    uncounted: frozenset[int] = frozenset()
 
     def describe(self) -> str:
         """The inputs and outputs, one per line, for people."""
@@ -346,7 +350,11 @@ _ON_NUMBERS = {
 
 
 def export(
-    graph: fx.GraphModule, specs: Sequence[InputSpec], inputs: Sequence[Any], cached: Sequence[int] | None = None
+    graph: fx.GraphModule,
+    specs: Sequence[InputSpec],
+    inputs: Sequence[Any],
+    cached: Sequence[int] | None = None,
+    for_inductor: bool = False,
 ) -> JointGraph:
     """The joint aten graph of a torch-level graph whose inputs are all tensors.
 
@@ -355,11 +363,12 @@ def export(
         specs: what they are.
         inputs: tensors, real or fake.
         cached: :func:`fxgraph.weight_casts.cached_inputs` of them, where they do not tell themselves.
+        for_inductor: see :class:`JointGraph`.
     Raises:
         TraceError: ``op-failed``, ``no-fake-impl`` or ``untraceable``.
     """
     try:
-        joint, metadata = aot.export_joint(graph, tuple(inputs))
+        joint, metadata = aot.export_joint(graph, tuple(inputs), for_inductor)
     except torch._subclasses.fake_tensor.UnsupportedOperatorException as error:
         raise TraceError(
             "no-fake-impl",
@@ -383,6 +392,11 @@ def export(
         cached = weight_casts.cached_inputs(graph, inputs)
     weight_casts.merge(joint, cached, output_args(joint)[num_forward:])
     joint = on_one_device(joint)
+    uncounted: frozenset[int] = frozenset()
+    if for_inductor:
+        joint = inductor.simplify(joint)
+        if metadata.mutated_graph_handled_indices:
+            uncounted = frozenset(metadata.mutated_graph_handled_indices) - aot.counted_writes(graph, tuple(inputs))
     tangent_of = []
     input_specs = []
     given = iter(specs)
@@ -404,6 +418,8 @@ def export(
         cached=tuple(cached),
         one_layout=any(node.target is torch.ops.higher_order.autograd_function_apply for node in graph.graph.nodes),
         metadata=metadata,
+        for_inductor=for_inductor,
+        uncounted=uncounted,
     )
 
 

@@ -7,7 +7,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,17 +58,19 @@ host_backward.register_autograd(lambda ctx, grad: untagged_backward(grad))
 
 @pytest.fixture(autouse=True)
 def _refused_by_the_cpu_engine_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    original = cpu._Recorder.run
+    def while_capturing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            global capturing
+            capturing = True
+            try:
+                return original(*args)
+            finally:
+                capturing = False
 
-    def run(self: Any, *args: Any) -> Any:
-        global capturing
-        capturing = True
-        try:
-            return original(self, *args)
-        finally:
-            capturing = False
+        return run
 
-    monkeypatch.setattr(cpu._Recorder, "run", run)
+    monkeypatch.setattr(cpu._Recorder, "run", while_capturing(cpu._Recorder.run))
+    monkeypatch.setattr(cpu, "_record_compiled", while_capturing(cpu._record_compiled))
     ran.clear()
     yield
 
@@ -101,9 +103,9 @@ def call_broken(x: torch.Tensor) -> torch.Tensor:
     return broken(x)
 
 
-def train(run: Any, module: nn.Module, device: str, rows: int = 6) -> list[Any]:
+def train(run: Any, module: nn.Module, device: str, rows: int = 6, how: Any = torch.optim.AdamW) -> list[Any]:
     torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    optimizer = how(module.parameters(), 0.01)
     seen: list[Any] = []
     for _ in range(3):
         x = torch.randn(rows, 8, device=device, requires_grad=True)
@@ -160,6 +162,40 @@ def test_what_is_around_it_is_captured(entry: str, between: list[Any], captures:
             assert (len(stats.captures), stats.replays) == (captures, 3 * captures), stats
             assert all("[capture-failed]" in reason for reason in stats.eager_reasons)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("at", ["graphing", "another shape"])
+@pytest.mark.parametrize("between", [call_untagged, call_host_backward])
+def test_what_is_around_it_is_captured_on_inductors_kernels(between: Any, at: str, device: str) -> None:
+    net = Net(between).to(device)
+    net.between = (torch.sin,) if at == "another shape" else net.between
+    twin = copy.deepcopy(net)
+    sample = torch.randn(6, 8, device=device, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxgraph.EagerFallbackWarning)
+        warnings.simplefilter("ignore", fxgraph.KernelFallbackWarning)
+        graphed = fxgraph.make_graphed_callables(net, (sample,), options={"kernels": "inductor"})
+        net.between = twin.between = (between,)  # noticed, and captured at the next call
+        rows = 6 if at == "graphing" else 4
+        how = torch.optim.SGD  # AdamW makes a step of 0.01 out of a gradient that is nothing but rounding
+        torch.testing.assert_close(train(graphed, net, device, rows, how), train(twin, twin, device, rows, how))
+    captures = [c for program in net.forward.programs() for c in program.captures.values()]
+    assert captures and all(capture.plan.joint.for_inductor for capture in captures)
+    assert all("[capture-failed]" in reason for reason in fxgraph.stats(graphed).eager_reasons)
+    assert fxgraph.stats(graphed).eager_reasons
+
+
+def test_a_failed_capture_of_inductors_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(cpu, "_record_compiled", fail)
+    x = torch.randn(6, 8)
+    net = Net(torch.sin).eval()
+    with pytest.warns(fxgraph.KernelFallbackWarning, match="their capture failed: RuntimeError: not while capturing"):
+        graphed = fxgraph.make_graphed_callables(net, (x,), options={"kernels": "inductor"})
+    torch.testing.assert_close(graphed(x), net.forward.original(x), rtol=0, atol=0)
+    assert (fxgraph.stats(graphed).replays, fxgraph.stats(graphed).eager_calls) == (1, 0)
 
 
 def test_one_warning_names_the_op_and_its_line(device: str) -> None:

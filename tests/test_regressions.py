@@ -399,9 +399,10 @@ class Flipped(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:.*Function:fxgraph.EagerFallbackWarning")  # torch < 2.13 runs it eagerly
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by Dynamo
 @pytest.mark.parametrize("loss", LAYOUTS_OF_GRADIENTS)
-def test_a_backward_of_the_users_that_makes_its_gradient_contiguous(loss: str, device: str) -> None:
+@pytest.mark.parametrize("kernels", ["aten", "inductor"])
+def test_a_backward_of_the_users_that_makes_its_gradient_contiguous(loss: str, kernels: str, device: str) -> None:
     x = torch.randn(3, 4, device=device, requires_grad=True)
-    graphed = fxgraph.make_graphed_callables(lambda x: Flipped.apply(x) * 3, (x,))
+    graphed = fxgraph.make_graphed_callables(lambda x: Flipped.apply(x) * 3, (x,), options={"kernels": kernels})
     for _ in range(3):
         results = [
             torch.autograd.grad(LAYOUTS_OF_GRADIENTS[loss](each(x)), x)[0]
@@ -455,12 +456,14 @@ def test_an_assertion_on_a_tensor_is_the_users_own(device: str) -> None:
         assert torch.equal(each(x), function(x))
 
 
-def test_an_assertion_in_the_graph_is_replayed() -> None:  # on a GPU it would end the use of the device, as in eager
+# On a GPU it would end the use of the device, as in eager.
+@pytest.mark.parametrize("kernels", ["aten", "inductor"])
+def test_an_assertion_in_the_graph_is_replayed(kernels: str) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         torch._assert_async(x.isfinite().all(), "not finite")
         return x.exp()
 
-    graphed = fxgraph.make_graphed_callables(function, (torch.ones(3),))
+    graphed = fxgraph.make_graphed_callables(function, (torch.ones(3),), options={"kernels": kernels})
     for each in (function, graphed):
         each(torch.zeros(3))
         with pytest.raises(RuntimeError, match="not finite"):

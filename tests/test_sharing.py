@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxgraph
 from fxgraph import sharing, trace
@@ -32,9 +32,9 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     original = trace.export
 
-    def export(*args: Any) -> trace.JointGraph:
+    def export(*args: Any, **how: Any) -> trace.JointGraph:
         made.append(args)
-        return original(*args)
+        return original(*args, **how)
 
     monkeypatch.setattr(trace, "export", export)
     return made
@@ -70,6 +70,17 @@ def test_equal_blocks_are_lowered_once_and_train_as_in_eager(exports: list[Any],
     assert len(set(map(id, plans(graphed)))) == 1
     # The first block's input needs no gradient when it trains, so it is captured once more.
     torch.testing.assert_close(train(graphed, device), train(eager, device), rtol=0, atol=0)
+
+
+def test_equal_blocks_are_lowered_once_for_inductor_and_compiled_each(exports: list[Any], device: str) -> None:
+    eager = tuple(Block().to(device) for _ in range(3))
+    sample = torch.randn(5, 8, device=device, requires_grad=True)
+    options = {"kernels": "inductor"}
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), ((sample,),) * 3, options=options)
+    assert len(exports) == 1
+    (first, *_) = shared = plans(graphed)
+    assert first.joint.for_inductor and len(set(map(id, shared))) == 1
+    torch.testing.assert_close(train(graphed, device), train(eager, device))
 
 
 @pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
@@ -200,6 +211,14 @@ def test_the_state_of_torch_is_part_of_the_key() -> None:
     assert traced.graph is not None
     with Shift():
         assert sharing.key_of(traced.graph, traced.specs, (x,)) is None
+
+
+def test_what_is_planned_for_inductor_is_apart() -> None:
+    x = torch.ones(3)
+    graph, specs = fx.symbolic_trace(lambda x: x.sin()), [trace.InputSpec(trace.InputKind.USER_INPUT, "x")]
+    keys = [sharing.key_of(graph, specs, [x], for_inductor) for for_inductor in (False, True, True)]
+    assert keys[0] is not None
+    assert keys[0] != keys[1] == keys[2]
 
 
 def test_nothing_is_kept_past_the_call(exports: list[Any]) -> None:

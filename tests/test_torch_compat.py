@@ -16,8 +16,9 @@ import torch
 from torch import fx, nn
 from torch.utils.dlpack import from_dlpack
 
+import passes
 from fxgraph import trace
-from fxgraph._torch_compat import aot, backward_entry, dynamo, interpreter
+from fxgraph._torch_compat import aot, backward_entry, dynamo, inductor, interpreter
 from fxgraph._torch_compat.autocast import AutocastState
 from fxgraph._torch_compat.autograd import (
     accumulated_elsewhere,
@@ -29,6 +30,7 @@ from fxgraph._torch_compat.autograd import (
     will_run,
 )
 from fxgraph._torch_compat.interpreter import OperatorCall
+from fxgraph._torch_compat.layout import suggest_memory_format
 from fxgraph._torch_compat.storage import Held, use_counts
 
 VERSION = torch.__version__
@@ -83,6 +85,21 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._functorch._aot_autograd.functional_utils.gen_alias_from_base", ["replay_views"]),
     ("torch._functorch.config.patch", []),
     ("torch._subclasses.fake_tensor.UnsupportedOperatorException", []),
+    ("torch._functorch.partitioners.min_cut_rematerialization_partition", ["num_fwd_outputs"]),
+    ("torch._guards.TracingContext.report_output_strides", []),
+    ("torch._guards.detect_fake_mode", []),
+    ("torch._inductor.compile_fx.compile_fx_inner", ["gm", "example_inputs", "kwargs"]),
+    (
+        "torch._inductor.compile_fx._recursive_joint_graph_passes",
+        ["gm", "skip_invoke_subgraph", "input_device"],
+    ),
+    ("torch._inductor.decomposition.select_decomp_table", []),
+    ("torch._inductor.decomposition.decompositions", []),
+    ("torch._inductor.inductor_prims.force_stride_order", []),
+    ("torch._inductor.lowering._maybe_layout_constraints", []),
+    ("torch._inductor.lowering.constrain_to_fx_strides", ["fx_node"]),
+    ("torch._inductor.utils.BoxedBool", ["value"]),
+    ("torch._inductor.virtualized.V.set_fake_mode", []),
 ]
 
 
@@ -142,6 +159,17 @@ def test_dropout_is_traced_to_the_op_that_eager_runs() -> None:
     torch.manual_seed(1)
     (found,) = traced(x)
     assert torch.equal(found, expected), changed("the ops that dropout is traced to on CPU")
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_memory_format_that_group_norms_kernel_takes_its_input_for(layout: torch.memory_format) -> None:
+    x = torch.randn(2, 4, 3, 3).contiguous(memory_format=layout)
+    assert suggest_memory_format(x) is layout, changed("suggest_memory_format tells the memory format by the strides")
+    result = torch.native_group_norm(x, None, None, 2, 4, 9, 2, 1e-5)[0]
+    assert result.is_contiguous(memory_format=layout), changed("group norm keeps its input's layout on the CPU")
 
 
 # -- who holds a storage ----------------------------------------------------------------------------------------------
@@ -752,3 +780,95 @@ def test_an_operators_error_keeps_its_message_in_the_interpreter() -> None:
     with pytest.raises(RuntimeError) as found:
         run()
     assert str(found.value) == str(eager.value), changed("the interpreter's words around an error")
+
+
+# -- inductor ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*sorted(inductor._SETTINGS), "reorder_for_peak_memory", "pattern_matcher"])
+def test_inductors_settings_are_there(name: str) -> None:
+    from torch._inductor import config
+
+    assert name in config.get_config_copy(), changed(f"torch._inductor.config has no {name}")
+
+
+def _function(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (nn.functional.dropout(x, 0.5).tanh() @ weight,)
+
+
+def _for_inductor() -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """The joint graph of a dropout on an input that is not contiguous, and something to fuse with it."""
+    inputs = [torch.randn(3, 5).t().requires_grad_(), torch.randn(3, 4, requires_grad=True)]
+    joint, _ = aot.export_joint(fx.symbolic_trace(_function), tuple(inputs), for_inductor=True)
+    return inductor.simplify(joint), inputs
+
+
+def _draws(graph: fx.GraphModule) -> int:
+    return sum(inductor._draws(node.target) for node in graph.graph.nodes)
+
+
+def test_the_min_cut_recomputes_cheap_ops_and_no_random_ones() -> None:
+    joint, _ = _for_inductor()
+    before = _draws(joint)
+    forward, backward = inductor.partition(joint, 1)
+    assert before == _draws(forward) == 1
+    users = [node for node in backward.graph.nodes if inductor._draws(node.target) and node.users]
+    assert not users, changed("the partitioner recomputes what is tagged CheckpointPolicy.MUST_SAVE")
+    forward_ops = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    assert any(node.name in forward_ops for node in backward.graph.nodes), changed("the min-cut recomputes nothing")
+
+
+def test_inductors_wrapper_can_be_looked_into_and_draws_as_eager_does() -> None:
+    joint, inputs = _for_inductor()
+    forward = passes.DrawInPlace()(inductor.partition(joint, 1)[0]).graph_module
+    results = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    groups = [*range(len(inputs)), *(node.name for node in results)]
+    compiled, strides = inductor.compile_graph(forward, [t.detach() for t in inputs], groups, [0], False, [0, 1])
+    made: list[torch.Tensor] = []
+    kernels: list[str] = []
+
+    def allocating(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any) -> torch.Tensor:
+            made.append(empty(*args))
+            return made[-1]
+
+        return allocate
+
+    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any) -> None:
+            kernels.append(type(function).__name__)
+            function(*args)
+
+        return launch
+
+    hooked = compiled.hooked(allocating, kernel)
+    assert hooked is not None, changed("inductor's wrapper uses names that are not known, or has another form")
+    with kernels_only():
+        torch.manual_seed(3)
+        expected = _function(*inputs)[0]
+        torch.manual_seed(3)
+        outputs = hooked(*[tensor.detach() for tensor in inputs])
+    assert made and kernels, changed("inductor's wrapper allocates or calls kernels by other names")
+    assert any(outputs[0].untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in made)
+    torch.testing.assert_close(outputs[0], expected)
+    assert [tuple(out.stride()) for out in outputs] == strides
+
+
+def test_a_weak_reference_to_a_storage_tells_which_it_is() -> None:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    storage = torch.empty(3).untyped_storage()
+    assert StorageWeakRef(storage).cdata == storage._cdata, changed("StorageWeakRef.cdata")
+
+
+def test_whether_a_write_is_counted_is_tried_on_fakes() -> None:
+    norm, total = nn.BatchNorm1d(3), torch.zeros(())
+
+    def function(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, total: torch.Tensor) -> tuple[Any, ...]:
+        total.add_(1)
+        return (nn.functional.batch_norm(x, mean, var, training=True),)
+
+    inputs = (torch.randn(4, 3), norm.running_mean, norm.running_var, total)
+    before = [tensor._version for tensor in inputs]
+    assert aot.counted_writes(fx.symbolic_trace(function), inputs) == {3}, changed("batch norm counts its writes")
+    assert [tensor._version for tensor in inputs] == before

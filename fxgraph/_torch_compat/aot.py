@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch._functorch._aot_autograd import descriptors, schemas
 from torch._functorch._aot_autograd.functional_utils import gen_alias_from_base
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, default_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from . import inductor
 from .tracing import tracing
 
 OutputType = schemas.OutputType
@@ -31,7 +33,7 @@ EffectTokens = (descriptors.ForwardTokenAOTInput, descriptors.BackwardTokenAOTIn
 # run: other kernels, other rounding, other draws of the random generator. Without the Python entry the C++ kernel runs,
 # as in eager. native_batch_norm is not among them: its Python entry gives the same kernel a schema that says what it
 # writes, which functionalisation needs.
-_DECOMPOSED = [
+_DECOMPOSED = (
     "dropout",
     "lstm",
     "gru",
@@ -56,15 +58,19 @@ _DECOMPOSED = [
     "_upsample_bilinear2d_aa",
     "_upsample_bicubic2d_aa",
     "_upsample_lanczos2d_aa",
-]
+)
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
+_DRAWING = ("dropout", "lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Those of them that draw random numbers."""
+
+
 @contextlib.contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels(names: Sequence[str] = _DECOMPOSED) -> Iterator[None]:
     """While tracing inside, composite ops decompose as eager's C++ does."""
     removed: list[tuple[Any, Any, Any]] = []
-    packets = [getattr(torch.ops.aten, name) for name in _DECOMPOSED if hasattr(torch.ops.aten, name)]
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     try:
         for op in [getattr(packet, name) for packet in packets for name in packet.overloads()]:
             for key in _KEYS:
@@ -93,27 +99,58 @@ def _without_function_modes() -> Iterator[None]:
         set_torch_function_mode_stack(modes)
 
 
-def export_joint(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, Any]:
+def export_joint(
+    graph: torch.fx.GraphModule, inputs: tuple[Any, ...], for_inductor: bool = False
+) -> tuple[torch.fx.GraphModule, Any]:
     """Joint forward/backward aten graph of a torch-level graph on these inputs, and its ``ViewAndMutationMeta``.
 
     The inputs may be real tensors: only their metadata is used. Without an input that requires grad, or under
     ``no_grad``, the graph has the forward alone. Mutations that autograd need not see are ``copy_`` nodes in the graph.
+    The ops are those that eager runs, or with ``for_inductor`` what inductor wants them decomposed into.
     """
     with (
         tracing(),
         _without_function_modes(),  # they have had their say when the torch-level graph was made
         contextlib.ExitStack() as stack,
-        eager_kernels(),
+        eager_kernels(_DRAWING if for_inductor else _DECOMPOSED),
         functorch_config.patch(functionalize_rng_ops=False),
         torch._guards.tracing(None),
     ):
-        joint = aot_export_joint_with_descriptors(stack, graph, inputs, keep_inference_input_mutations=True)
+        joint = aot_export_joint_with_descriptors(
+            stack,
+            graph,
+            inputs,
+            keep_inference_input_mutations=True,
+            decompositions=inductor.decompositions() if for_inductor else None,
+        )
         return joint.graph_module, joint._aot_state.fw_metadata
 
 
-def partition(joint: torch.fx.GraphModule, num_forward: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+def counted_writes(graph: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> frozenset[int]:
+    """The inputs of a torch-level graph whose version counters it moves, tried on fake tensors.
+
+    Batch norm writes its running statistics without counting, which no decomposition of it tells any more.
+    """
+    with (
+        tracing(),
+        _without_function_modes(),
+        torch.inference_mode(False),  # whose tensors have no version
+        torch.no_grad(),  # nothing is saved, which a checkpoint around the call would count
+        FakeTensorMode(),
+    ):
+        fakes = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
+        before = [fake._version for fake in fakes]
+        graph.forward(*fakes)
+        return frozenset(i for i, fake in enumerate(fakes) if fake._version != before[i])
+
+
+def partition(
+    joint: torch.fx.GraphModule, num_forward: int, for_inductor: bool = False
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward graph (its last outputs are the saved values) and backward graph (saved values, then tangents)."""
     _use_a_result_of_each(joint.graph)
+    if for_inductor:
+        return inductor.partition(joint, num_forward)
     forward, backward = default_partition(joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[])
     return forward, backward
 
@@ -153,6 +190,7 @@ __all__ = [
     "EffectTokens",
     "OutputType",
     "TangentAOTInput",
+    "counted_writes",
     "eager_kernels",
     "export_joint",
     "extract",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import OptionError
-from .base import CapturedRegion, Engine, Pool, blamed
+from .base import CapturedRegion, Engine, Pool, Region, blamed
 from .cpu import CpuEngine
 
 
@@ -47,4 +47,4 @@ def for_tensors(tensors: Iterable[torch.Tensor]) -> Engine:
     return get(name_for("auto", {tensor.device for tensor in tensors}))
 
 
-__all__ = ["CapturedRegion", "CpuEngine", "Engine", "Pool", "blamed", "for_tensors", "get", "name_for"]
+__all__ = ["CapturedRegion", "CpuEngine", "Engine", "Pool", "Region", "blamed", "for_tensors", "get", "name_for"]

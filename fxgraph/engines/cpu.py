@@ -6,6 +6,10 @@ Views are made once, at capture; they cost nothing in a replay.
 
 Calling an op from Python costs as much as what eager does around its kernel. So a replay leaves runs of well-known ops
 to torch's own interpreter (:mod:`fxgraph._torch_compat.interpreter`), one call from Python for all of them.
+
+A region that inductor has compiled is recorded likewise: the kernels and operators that its wrapper calls, on the
+buffers that it has allocated, without the wrapper's own checks, allocations and views. Where the wrapper calls
+something unknown, a replay calls it as it is and copies what it returns.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_compat import interpreter
 from .._torch_compat.autograd import kernels_only
+from .._torch_compat.inductor import CompiledGraph
 from .._torch_compat.interpreter import OperatorCall
 from .base import (
     CapturedRegion,
@@ -73,17 +79,20 @@ class CpuEngine(Engine):
     def capture(self, pool: Pool, region: Region, inputs: Sequence[torch.Tensor], warmup: int) -> CpuRegion:
         assert isinstance(pool, CpuPool), "a pool of another engine"
         with exclusive(), kernels_only():
-            module = aten_graph(region, inputs)
+            module = region if isinstance(region, CompiledGraph) else aten_graph(region, inputs)
             for _ in range(warmup):
                 module(*inputs)
-            recorder = _Recorder(module)
-            outputs = tuple(recorder.run(*inputs))
-            share_memory(recorder.calls, recorder.buffers, [*inputs, *outputs])
-            calls = _bind(recorder.calls)
+            tape = _Tape()
+            if isinstance(module, CompiledGraph):
+                outputs = _record_compiled(module, tape, inputs)
+            else:
+                outputs = tuple(_Recorder(module, tape).run(*inputs))
+            share_memory(tape.calls, tape.buffers, [*inputs, *outputs])
+            calls = _bind(tape.calls)
             with interpreter.as_written():
                 for call in calls:
                     call()
-            captured = CpuRegion(pool, calls, outputs, recorder.buffers)
+            captured = CpuRegion(pool, calls, outputs, tape.buffers)
         pool.regions.append(captured)
         return captured
 
@@ -128,25 +137,15 @@ class CpuRegion(CapturedRegion):
             self._calls, self._buffers, self.outputs = (), [], ()
 
 
-class _Recorder(fx.Interpreter):
-    """Runs a graph once and notes the calls that a replay has to make again."""
+class _Tape:
+    """The calls that a replay has to make again, and the memory that they write."""
 
-    def __init__(self, region: fx.GraphModule) -> None:
-        super().__init__(region, garbage_collect_values=False)
+    def __init__(self) -> None:
         self.calls: list[OperatorCall] = []
         self.buffers: list[torch.Tensor] = []
 
-    def run_node(self, n: fx.Node) -> Any:
-        self._needs_workspace = n.target is torch.ops.aten.mkldnn_rnn_layer.default and len(n.users) > _RNN_RESULTS
-        with blaming(n):
-            return super().run_node(n)
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._needs_workspace:
-            target = torch.enable_grad()(target)  # the kernel asks grad mode whether to keep one for its backward
-        result = target(*args, **kwargs)
-        if target is operator.getitem:
-            return result
+    def note(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A call that has been made, and what it returned."""
         outs = [out for out in pytree.tree_leaves(result) if isinstance(out, torch.Tensor)]
         given = {
             t.untyped_storage().data_ptr(): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
@@ -165,9 +164,74 @@ class _Recorder(fx.Interpreter):
         elif outs and target not in _NO_VALUES:
             self.buffers += outs
             self.calls.append(_again(target, args, kwargs, result, outs))
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph once and notes its calls."""
+
+    def __init__(self, region: fx.GraphModule, tape: _Tape) -> None:
+        super().__init__(region, garbage_collect_values=False)
+        self._tape = tape
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._needs_workspace = n.target is torch.ops.aten.mkldnn_rnn_layer.default and len(n.users) > _RNN_RESULTS
+        with blaming(n):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._needs_workspace:
+            target = torch.enable_grad()(target)  # the kernel asks grad mode whether to keep one for its backward
+        result = target(*args, **kwargs)
+        if target is not operator.getitem:
+            self._tape.note(target, args, kwargs, result)
         return result
 
     call_method = None  # type: ignore[assignment]  # aten graphs have none
+
+
+class _OperatorRecorder(TorchDispatchMode):
+    """Notes the operators that are called while it is on."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._tape.note(func, args, kwargs or {}, result)
+        return result
+
+
+def _record_compiled(region: CompiledGraph, tape: _Tape, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run a compiled region once and note what its wrapper calls, or else the region itself."""
+
+    def allocating(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any) -> torch.Tensor:
+            buffer = empty(*args)
+            tape.buffers.append(buffer)
+            return buffer
+
+        return allocate
+
+    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any) -> None:
+            function(*args)
+            tape.calls.append(OperatorCall(function, args, {}))
+
+        return launch
+
+    hooked = region.hooked(allocating, kernel)
+    if hooked is not None:
+        with _OperatorRecorder(tape):
+            return hooked(*inputs)
+    outputs = region(*inputs)
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    fresh = tuple(None if out.untyped_storage()._cdata in own else out for out in outputs)
+    tape.buffers += [out for out in fresh if out is not None]
+    tape.calls.append(OperatorCall(region, tuple(inputs), {}, fresh))
+    return outputs
 
 
 _RNN_RESULTS = 3  # of mkldnn_rnn_layer without the workspace: output, hidden state, cell state

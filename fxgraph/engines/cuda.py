@@ -9,20 +9,24 @@ capture]).
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.aliasing import Aliases
 
 from .._torch_compat.autograd import kernels_only
+from .._torch_compat.inductor import CompiledGraph
 from .base import (
     CapturedRegion,
     Engine,
@@ -113,13 +117,15 @@ class CudaEngine(Engine):
             pool.keep()
             pool.order()
             side.wait_stream(caller)
-            module = aten_graph(region, inputs)
+            module = region if isinstance(region, CompiledGraph) else aten_graph(region, inputs)
             try:
                 with torch.cuda.stream(side):
-                    # Once at least: libraries make their handles at a thread's first use, which no capture allows.
+                    # Once at least: libraries make their handles at a thread's first use, which no capture allows, and
+                    # Triton loads kernels, and tries which of their variants is the fastest.
                     for _ in range(max(warmup, 1)):
                         module(*inputs)
-                    captured = _record(pool, module, inputs)
+                    run = _rehearsed(module, inputs) if isinstance(module, CompiledGraph) else _by_node(module)
+                    captured = _record(pool, run, inputs)
             finally:
                 caller.wait_stream(side)
         pool.regions.add(captured)
@@ -161,20 +167,24 @@ POISON = False
 """Debug switch (tests set it): fill a slot's buffers with poison when the slot is given back."""
 
 
-def _record(pool: CudaPool, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> CudaRegion:
+Routed = Callable[["_OwnMemory", Sequence[torch.Tensor]], "tuple[torch.Tensor, ...]"]
+"""Runs a region on its inputs, and enters and leaves its own memory as it goes along."""
+
+
+def _record(pool: CudaPool, run: Routed, inputs: Sequence[torch.Tensor]) -> CudaRegion:
     """Capture on the current stream. ``thread_local``: what other threads do with CUDA meanwhile cannot spoil it."""
     graph = torch.cuda.CUDAGraph()
     own = _OwnMemory(pool)
-    router = _Router(module, own)
     try:
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        outputs = tuple(router.run(*inputs))
+        outputs = run(own, inputs)
+        own.leave()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a region of views alone has no kernel
             graph.capture_end()
     except BaseException as error:
         if _INVALIDATED in str(error):
-            blame(error, router.last_custom)
+            blame(error, own.last_custom)
         own.leave()
         with contextlib.suppress(RuntimeError):
             graph.capture_end()  # raises again where the capture was invalidated; the first error is the one to tell
@@ -199,6 +209,7 @@ class _OwnMemory:
         self._device = shared.device.index
         self._uses: dict[Any, int] = {self.handle: 0, self._shared: 0}
         self.entered = False
+        self.last_custom: fx.Node | None = None  # the last op of the region that is not torch's own, if that is known
 
     def enter(self) -> None:
         """Allocations of this thread come from the own pool from now on."""
@@ -226,6 +237,10 @@ class _OwnMemory:
         self._uses[new] += 1  # each beginning counts as one user of the pool
 
 
+def _by_node(module: fx.GraphModule) -> Routed:
+    return lambda own, inputs: tuple(_Router(module, own).run(*inputs))
+
+
 class _Router(fx.Interpreter):
     """Runs a region; ops whose results leave it allocate from the region's own memory."""
 
@@ -233,15 +248,12 @@ class _Router(fx.Interpreter):
         super().__init__(module)
         self._own = own
         self._leaving = leaving(module)
-        self.last_custom: fx.Node | None = None  # the last op that is not torch's own
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.target is not operator.getitem:
             self._own.enter() if n in self._leaving else self._own.leave()
-        elif n.op == "output":
-            self._own.leave()
         if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace not in ("aten", "prims"):
-            self.last_custom = n
+            self._own.last_custom = n
         with blaming(n):
             return super().run_node(n)
 
@@ -253,6 +265,80 @@ def leaving(module: fx.GraphModule) -> set[fx.Node]:
     storages = {aliases.storage(node) for node in results}
     nodes = {node for node in module.graph.nodes if aliases.storage(node) in storages}
     return nodes | {source for node in nodes if node.target is operator.getitem for source in node.all_input_nodes}
+
+
+def _rehearsed(region: CompiledGraph, inputs: Sequence[torch.Tensor]) -> Routed:
+    """Run a compiled region once to see which of its allocations are those of outputs.
+
+    Its wrapper does the same each time: the n-th allocation of one run is the n-th of another. Where the wrapper cannot
+    be looked into, or an output comes from elsewhere, all of the region's memory is its own.
+    """
+    seen: list[list[StorageWeakRef]] = []  # weak: memory is freed and used again as in the run that is captured
+
+    def note(made: list[torch.Tensor]) -> None:
+        seen.append([StorageWeakRef(tensor.untyped_storage()) for tensor in made])
+
+    watched = _Allocations(after=note)
+    outputs = watched.run(region, inputs)
+    if outputs is None:
+        return functools.partial(_all_own, region)
+    given = {tensor.untyped_storage()._cdata for tensor in inputs}
+    first: dict[int, int] = {}  # storage -> the allocation that it comes from
+    for i, made in enumerate(seen):
+        for storage in made:
+            first.setdefault(storage.cdata, i)
+    storages = {tensor.untyped_storage()._cdata for tensor in outputs} - given
+    if not storages <= first.keys():
+        return functools.partial(_all_own, region)
+    return functools.partial(_routed, region, frozenset(first[storage] for storage in storages), len(seen))
+
+
+def _all_own(region: CompiledGraph, own: _OwnMemory, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    own.enter()
+    return region(*inputs)
+
+
+def _routed(
+    region: CompiledGraph, leaving: frozenset[int], count: int, own: _OwnMemory, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    watched = _Allocations(before=lambda i: own.enter() if i in leaving else own.leave())
+    outputs = watched.run(region, inputs)
+    if outputs is None or watched.count != count:
+        raise RuntimeError(f"inductor's wrapper made {watched.count} allocations, at first {count}")
+    return outputs
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts what may allocate while a compiled region runs: allocations of its wrapper's own, and operators."""
+
+    def __init__(
+        self,
+        before: Callable[[int], None] = lambda i: None,
+        after: Callable[[list[torch.Tensor]], None] = lambda made: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before, self._after = before, after
+        self.count = 0
+
+    def run(self, region: CompiledGraph, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """The region's outputs, or None where its wrapper cannot be looked into."""
+        hooked = region.hooked(lambda empty: functools.partial(self._make, empty))
+        if hooked is None:
+            return None
+        with self:
+            return hooked(*inputs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._make(func, *args, **(kwargs or {}))
+
+    def _make(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._before(self.count)
+        self.count += 1
+        result = function(*args, **kwargs)
+        self._after([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        return result
 
 
 def _after_failure(graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
