@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -467,3 +468,18 @@ def test_an_assertion_in_the_graph_is_replayed() -> None:  # on a GPU it would e
             each(torch.full((3,), torch.inf))
     assert torch.equal(graphed(torch.zeros(3)), torch.ones(3))
     assert fxgraph.stats(graphed).eager_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly.*capture:fxgraph.EagerFallbackWarning")
+def test_a_failing_op_is_caught_as_in_eager_too() -> None:  # on a GPU an index out of range ends the use of the device
+    table = nn.Embedding(5, 4)
+    with pytest.raises(fxgraph.TraceError) as caught:
+        fxgraph.make_graphed_callables(copy.deepcopy(table), (torch.tensor([7]),))
+    assert isinstance(caught.value, IndexError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is fxgraph.TraceError and str(again) == str(caught.value)
+    graphed = fxgraph.make_graphed_callables(table, (torch.tensor([0, 3]),))
+    for indices in ([5, 1], [5, 1, 2], [5, 1, 2], [5, 1, 2]):
+        with pytest.raises(IndexError):
+            graphed(torch.tensor(indices))
+    assert torch.equal(graphed(torch.tensor([0, 3])), table(torch.tensor([0, 3])))
