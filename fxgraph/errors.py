@@ -13,9 +13,12 @@ that a PyTorch user would expect to catch. The text has one format in both packa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from passes import Report, Violation
 
 
@@ -27,6 +30,8 @@ class FxgraphError(Exception):
         where, observed, expected, hint: the parts of the message of the first violation.
         violations: all violations, in the order in which they were found (empty where no rule of ``passes`` speaks).
     """
+
+    _plain: ClassVar[type[FxgraphError] | None] = None  # where this class is made by _both
 
     def __init__(
         self,
@@ -59,8 +64,31 @@ class FxgraphError(Exception):
         attributes = {name: getattr(first, name) for name in ("id", "title", "observed", "expected", "hint")}
         return _rebuild(cls, str(report), {**attributes, "where": str(first.where), "violations": report.violations})
 
+    def of_kind(self, own: BaseException) -> Self:
+        """This error, which ``except`` clauses for the kind of the callable's own error catch too from now on."""
+        mine: Any = type(self)
+        its: Any = type(own)
+        self.__class__ = _both(mine, its)
+        return self
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # not as KeyError shows it
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.__dict__)
+        return _rebuild, (self._plain or type(self), str(self), self.__dict__)
+
+
+@functools.cache
+def _both(kind: type[Any], own: type[BaseException]) -> type[Any]:
+    """A class that is of both kinds; ``kind`` where it is, or where Python cannot combine them."""
+    if issubclass(kind, own) or not issubclass(own, Exception):
+        return kind
+    try:
+        return type(
+            kind.__name__, (kind, own), {"__module__": kind.__module__, "__doc__": kind.__doc__, "_plain": kind}
+        )
+    except TypeError:  # of another layout in memory, such as OSError
+        return kind
 
 
 def _rebuild(cls: type[FxgraphError], text: str, attributes: dict[str, Any]) -> FxgraphError:

@@ -141,7 +141,7 @@ class GraphedCallable:
                 may_raise = error.id == "op-failed" or raises_itself(error)
                 own = self._own_exception(args, kwargs) if may_raise else None
                 if own is not None and error.id == "op-failed":
-                    raise error from own
+                    raise error.of_kind(own) from own
                 if own is not None and raises_itself(error):
                     add_note(own, f"fxgraph: raised by {self.name} itself while it was traced; nothing was captured")
                     raise own from None
@@ -258,7 +258,7 @@ class GraphedCallable:
                 observed=f"{type(own).__name__}: {trace.first_line(own)}" if str(own) else observed,
                 expected="arguments on which the callable works in eager",
                 hint="the cause is attached",
-            ) from own
+            ).of_kind(own) from own
 
     def _call_parts(self, split: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

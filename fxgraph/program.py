@@ -326,7 +326,7 @@ class Program:
             observed=f"{type(error).__name__}: {trace.first_line(error)}",
             expected="arguments on which the callable works in eager",
             hint="run the callable eagerly with the same arguments: it fails there too",
-        )
+        ).of_kind(error)
 
     def finish(self, slot: Slot) -> None:
         """Capture the backward of a slot that :meth:`prepare` gave.

@@ -204,7 +204,7 @@ def difference(name: str, found: Any, expected: torch.Tensor, times: float = 1.0
     if other.dtype.is_floating_point or other.dtype.is_complex:
         finite = other[other.isfinite()].abs()
         rtol = times * _ROUNDING.get(other.dtype, 1e-3)
-        atol = max(1e-7, rtol * float(finite.max()) if finite.numel() else 0.0)
+        atol = max(times * 1e-7, rtol * float(finite.max()) if finite.numel() else 0.0)
     try:
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:

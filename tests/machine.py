@@ -120,10 +120,12 @@ class Side:
         elif layout == "transposed":
             x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.t().contiguous().t()
         elif layout == "sliced":
-            # Some GPU kernels (cuBLAS in float64) depend on how memory is aligned, and with them the rounding. A static
-            # buffer is aligned, so inputs are too: 4 elements are 16 bytes at least.
-            first = 4 if self.device == "cuda" else 1
-            x = torch.cat([x, x + 1, x], dim=-1)[1:, ..., first : first + x.shape[-1]] if rows > 2 else x
+            # The rounding of some kernels (MKL, cuBLAS) depends on how memory is aligned. A static buffer is aligned,
+            # so the rows here are too.
+            if rows > 2:
+                base = x.new_ones((*x.shape[:-1], 32))
+                base[..., 16 : 16 + x.shape[-1]] = x
+                x = base[1:, ..., 16 : 16 + x.shape[-1]]
         elif layout == "expanded":
             x = x[:1].expand(x.shape)
         self._last = {key: x.detach()}

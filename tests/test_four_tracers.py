@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,9 @@ def test_training_with_each_tracers_graph_is_eagers(tracer: str, net: str, entry
     graphed, _ = side(tracer, net)
     assert graphed.state() == eager.state()
     if entry == "torch.compile":
+        torch._dynamo.reset()
+        gc.collect()  # programs of tests before this one count until they are gone
+        assert not fxgraph.stats().eager_reasons
         graphed.call = torch.compile(graphed.gm, backend="graphed", fullgraph=True)
     else:
         sample = graphed.arguments(x.clone().requires_grad_(requires_grad))

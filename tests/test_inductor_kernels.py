@@ -20,6 +20,7 @@ from torch import nn
 from torch._inductor import metrics
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+import twins
 from twins import Twins, assert_same
 
 import fxgraph
@@ -31,6 +32,14 @@ from fxgraph.graphed import GraphedCallable
 from fxgraph.slots import Capture
 
 INDUCTOR = {"kernels": "inductor"}
+
+
+@pytest.fixture(autouse=True)
+def _rounding_of_other_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU sums run in another order than in eager's kernels (seen on an H200: 5e-5, gradients of a convolution)."""
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cuda":
+        monkeypatch.setitem(twins.CLOSE, "rtol", 1e-3)
+        monkeypatch.setitem(twins.CLOSE, "atol", 1e-4)
 
 
 class Net(nn.Module):

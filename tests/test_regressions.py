@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -359,11 +360,9 @@ LAYOUTS_OF_GRADIENTS = {
 @pytest.mark.parametrize("loss", LAYOUTS_OF_GRADIENTS)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_group_norm_takes_gradients_in_any_layout(loss: str, memory_format: Any, device: str) -> None:
-    module = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8)).to(device, memory_format=memory_format)
-    graphed = fxgraph.make_graphed_callables(
-        copy.deepcopy(module), (torch.randn(2, 4, 3, 5, device=device, requires_grad=True),)
-    )
-    x = torch.randn(2, 4, 3, 5, device=device, requires_grad=True)
+    module = nn.GroupNorm(2, 8).to(device)
+    x = torch.randn(2, 8, 3, 5, device=device).contiguous(memory_format=memory_format).requires_grad_()
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(module), (x,))
     for _ in range(3):  # op by op, then captured for the layout
         results = []
         for each in (module, graphed):
@@ -373,9 +372,10 @@ def test_group_norm_takes_gradients_in_any_layout(loss: str, memory_format: Any,
 
 
 def test_gradients_in_more_layouts_than_are_captured(device: str) -> None:
-    module = nn.Linear(4, 4).to(device)
-    graphed = fxgraph.make_graphed_callables(copy.deepcopy(module), (torch.randn(3, 5, 4, device=device),))
-    x = torch.randn(3, 5, 4, device=device)
+    # In float64: other layouts may take other kernels.
+    module = nn.Linear(4, 4).to(device, torch.float64)
+    x = torch.randn(3, 5, 4, device=device, dtype=torch.float64)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(module), (x,))
     for name in [*LAYOUTS_OF_GRADIENTS, *LAYOUTS_OF_GRADIENTS, "expanded", "contiguous", "transposed", "expanded"]:
         results = [
             torch.autograd.grad(LAYOUTS_OF_GRADIENTS[name](each(x)), list(each.parameters()))
@@ -417,18 +417,20 @@ SCALE, SHIFT, LAST = torch.ones(3), torch.zeros(3), None
 def scaled_by_globals(x: torch.Tensor, shift: torch.Tensor = SHIFT) -> torch.Tensor:
     global LAST
     LAST = x * 2
-    return x * SCALE.to(x.device) + shift.to(x.device)
+    return x * SCALE + shift
 
 
 def test_globals_and_default_arguments_are_read_and_written_at_each_call(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 3, device=device)
-    graphed = fxgraph.make_graphed_callables(scaled_by_globals, (x,))
     names = scaled_by_globals.__globals__
+    monkeypatch.setitem(names, "SCALE", torch.ones(3, device=device))
+    monkeypatch.setattr(scaled_by_globals, "__defaults__", (torch.zeros(3, device=device),))
+    graphed = fxgraph.make_graphed_callables(scaled_by_globals, (x,))
     for scale, shift in [(2.0, 0.0), (3.0, 0.0), (3.0, 1.0), (2.0, 4.0)]:
-        monkeypatch.setitem(names, "SCALE", torch.full((3,), scale))
-        monkeypatch.setattr(scaled_by_globals, "__defaults__", (torch.full((3,), shift),))
+        monkeypatch.setitem(names, "SCALE", torch.full((3,), scale, device=device))
+        monkeypatch.setattr(scaled_by_globals, "__defaults__", (torch.full((3,), shift, device=device),))
         x = torch.randn(2, 3, device=device)
         monkeypatch.setitem(names, "LAST", None)
         assert torch.equal(graphed(x), x * scale + shift)
@@ -470,3 +472,18 @@ def test_an_assertion_in_the_graph_is_replayed(kernels: str) -> None:
             each(torch.full((3,), torch.inf))
     assert torch.equal(graphed(torch.zeros(3)), torch.ones(3))
     assert fxgraph.stats(graphed).eager_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly.*capture:fxgraph.EagerFallbackWarning")
+def test_a_failing_op_is_caught_as_in_eager_too() -> None:  # on a GPU an index out of range ends the use of the device
+    table = nn.Embedding(5, 4)
+    with pytest.raises(fxgraph.TraceError) as caught:
+        fxgraph.make_graphed_callables(copy.deepcopy(table), (torch.tensor([7]),))
+    assert isinstance(caught.value, IndexError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is fxgraph.TraceError and str(again) == str(caught.value)
+    graphed = fxgraph.make_graphed_callables(table, (torch.tensor([0, 3]),))
+    for indices in ([5, 1], [5, 1, 2], [5, 1, 2], [5, 1, 2]):
+        with pytest.raises(IndexError):
+            graphed(torch.tensor(indices))
+    assert torch.equal(graphed(torch.tensor([0, 3])), table(torch.tensor([0, 3])))

@@ -42,13 +42,17 @@ def significant_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
 
 
+CLOSE: dict[str, float] = {}
+"""``rtol`` and ``atol`` for what need not be equal bit by bit; empty: torch's usual ones."""
+
+
 def assert_same(found: Any, expected: Any, what: str = "", exact: bool = True, largest: float = 0.0) -> None:
     """Equal in values (bit by bit, or with torch's usual tolerance), type, strides, ``requires_grad`` and structure.
 
     Where sums run over terms that cancel, their rounding goes with the terms: ``largest`` is the size of those, and a
     thousand roundings of it are allowed.
     """
-    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {**CLOSE}
     flat, spec = pytree.tree_flatten(found)
     wanted, wanted_spec = pytree.tree_flatten(expected)
     assert spec == wanted_spec, f"{what}: {spec} but {wanted_spec} in eager"

@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.utils import preserve_rng_state
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -198,7 +199,13 @@ def compile_graph(
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # inductor's cache wants the ShapeEnv
     with mode:
         fakes = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
-    with tracing(), _quiet(), torch._guards.tracing(TracingContext(mode)), _draws_as_in_eager(random):
+    with (
+        tracing(),
+        _quiet(),
+        preserve_rng_state(),  # kernels may be chosen by running them, on random numbers
+        torch._guards.tracing(TracingContext(mode)),
+        _draws_as_in_eager(random),
+    ):
         try:
             with TracingContext.report_output_strides() as strides:
                 code = compile_fx_inner(
