@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import twins
 from torch import nn
 from torch._inductor import metrics
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-import twins
 from twins import Twins, assert_same
 
 import fxgraph
@@ -36,7 +36,7 @@ INDUCTOR = {"kernels": "inductor"}
 
 @pytest.fixture(autouse=True)
 def _rounding_of_other_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU sums run in another order than in eager's kernels (seen on an H200: 5e-5, gradients of a convolution)."""
+    """On a GPU sums run in another order than in eager's kernels (seen on an H200: 5e-5, a convolution's gradients)."""
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cuda":
         monkeypatch.setitem(twins.CLOSE, "rtol", 1e-3)
         monkeypatch.setitem(twins.CLOSE, "atol", 1e-4)
