@@ -23,6 +23,7 @@ FAULTS: dict[str, Plant] = {}
 RARE = {
     "an output without a gradient counts as one of zeros",
     "weights are cast at every use",
+    "every backward accumulates",
 }
 
 

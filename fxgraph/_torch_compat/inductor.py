@@ -87,6 +87,9 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
     """Inductor's rewrites of a joint graph, such as attention written by hand turned into one op.
 
     Patterns may take in random ops, which would draw otherwise then; a graph with some gets the plain rewrites only.
+
+    Raises:
+        CannotCompile: whatever inductor's passes raise.
     """
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.virtualized import V
@@ -98,7 +101,12 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
     how: dict[str, Any] = {"fallback_random": draws, **({"pattern_matcher": False} if draws else {})}
     with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad(), _settings(**how):
         device = values[0].device
-        result: fx.GraphModule = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+        try:
+            result: fx.GraphModule = _recursive_joint_graph_passes(
+                joint, skip_invoke_subgraph=True, input_device=device
+            )
+        except Exception as error:  # passes and patterns of inductor's, which raise anything
+            raise CannotCompile(f"{type(error).__name__}: {_reason(error)}") from error
         FakeTensorProp(result, _mode_of(values)).propagate_dont_convert_inputs(*values)
         _restore_strides_of_outputs(result, before)
         _read_before_written(result)
