@@ -14,12 +14,13 @@ that a PyTorch user would expect to catch. The text has one format in both packa
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from passes import Report, Violation
+
+
+Kind = TypeVar("Kind", bound="FxgraphError")
 
 
 class FxgraphError(Exception):
@@ -64,7 +65,7 @@ class FxgraphError(Exception):
         attributes = {name: getattr(first, name) for name in ("id", "title", "observed", "expected", "hint")}
         return _rebuild(cls, str(report), {**attributes, "where": str(first.where), "violations": report.violations})
 
-    def of_kind(self, own: BaseException) -> Self:
+    def of_kind(self: Kind, own: BaseException) -> Kind:
         """This error, which ``except`` clauses for the kind of the callable's own error catch too from now on."""
         mine: Any = type(self)
         its: Any = type(own)
