@@ -38,9 +38,10 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, foreach_copy_, hooked, kernels_only
+from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only
 from ._torch_compat.storage import use_counts
 from .engines import Engine, Pool
+from .engines.base import copy_all, copy_laid_out
 from .errors import ReplayError
 from .plan import Plan
 from .trace import InputKind, output_args
@@ -286,7 +287,8 @@ class Accumulator:
                 continue
             grad = parameter.grad
             if torch.is_grad_enabled():
-                parameter.grad = _laid_out(value, self.statics[k]) if grad is None else _sum(grad, value)
+                own = self.statics[k].base.stride()
+                parameter.grad = copy_laid_out(value, own) if grad is None else _sum(grad, value)
             elif grad is None:
                 written.append((k, value))
             elif grad.layout is not torch.strided:
@@ -295,18 +297,13 @@ class Accumulator:
                 grown.append((grad, value))
             del grad
         self._may_write([k for k, _ in written], parameters)
-        foreach_copy_([self.statics[k].memory for k, _ in written], [value for _, value in written])
+        copy_all([self.statics[k].memory for k, _ in written], [value for _, value in written])
         foreach_add_([grad for grad, _ in grown], [value for _, value in grown])
         for k, _ in written:
             parameters[k].grad = self.statics[k].handed = self.statics[k].base.data
         if handed_over:  # a backward inside of the backward
             leaves, gradients = zip(*handed_over, strict=True)
             torch.autograd.backward(leaves, gradients, create_graph=torch.is_grad_enabled())
-
-
-def _laid_out(value: torch.Tensor, static: StaticGradient) -> torch.Tensor:
-    """A copy with the layout of a gradient, and with history."""
-    return value.new_empty_strided(value.size(), static.base.stride()).copy_(value)
 
 
 def _sum(grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

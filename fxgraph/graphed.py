@@ -73,10 +73,8 @@ class GraphedCallable:
         owner: Any = self._bound_self[0] if self._bound_self else None
         own = isinstance(owner, torch.nn.Module) and type(owner).forward is self._plain
         self._module = owner if own else None  # where it is the forward of a module's class
-        self._signature = inspect.signature(self._plain, follow_wrapped=False)
         self._freevars = self._plain.__code__.co_freevars
-        self._defaults = self._plain.__defaults__, self._plain.__kwdefaults__
-        self._bind = _binder(self._signature)
+        self._read_signature()
         self._traced: list[_Traced] = []
         self._split: Callable[..., Any] | None = None
         self._looks: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -100,7 +98,8 @@ class GraphedCallable:
             return self.original(*args, **kwargs)
         defaults = self._plain.__defaults__, self._plain.__kwdefaults__
         if defaults[0] is not self._defaults[0] or defaults[1] is not self._defaults[1]:
-            self._forget_defaults()
+            self.release()  # traces have taken over the old ones
+            self._read_signature()
         names = self._locals(args, kwargs)
         if _has_any_global_hook():
             # Dynamo does not look at them, and a replay would skip them for every module inside.
@@ -177,12 +176,9 @@ class GraphedCallable:
             self._traced = []
             self.pools.trim()
 
-    def _forget_defaults(self) -> None:
-        """The function has got other default arguments, which traces have taken over."""
-        self.release()
-        self._signature = inspect.signature(self._plain, follow_wrapped=False)
+    def _read_signature(self) -> None:
         self._defaults = self._plain.__defaults__, self._plain.__kwdefaults__
-        self._bind = _binder(self._signature)
+        self._bind = _binder(inspect.signature(self._plain, follow_wrapped=False))
 
     def _locals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The callable's local names for a call, as the guards see them."""

@@ -26,11 +26,11 @@ from ._torch_compat.autograd import (
 )
 from ._torch_compat.dynamo import never_read
 from .accumulate import Accumulator, Request, refuse_hooks
-from .engines.base import empty_like_layout
+from .engines.base import copy_laid_out, empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
 from .plan import Plan
-from .slots import Capture, Lease, Slot, compact, laid_out
+from .slots import Capture, Lease, Slot, compact
 
 
 class Call:
@@ -375,7 +375,7 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     given = [grads[k] for k in plan.tangents]
     if plan.layouts and not any(tangent is not None and is_batched(tangent) for tangent in given):
         given = [
-            None if tangent is None else laid_out(tangent, like)
+            tangent if tangent is None or tangent.stride() == like.stride() else copy_laid_out(tangent, like.stride())
             for tangent, like in zip(given, plan.layouts, strict=True)
         ]
     tangents = [tangent for tangent in given if tangent is not None]

@@ -38,6 +38,7 @@ from ._torch_compat.storage import Held
 from .accumulate import Accumulator, Pattern, accumulating_graph
 from .compiling import Regions
 from .engines import CapturedRegion, Engine, Pool
+from .engines.base import copy_all
 from .plan import Plan
 from .signature import WrittenMemory
 
@@ -411,23 +412,6 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.stride() == other.stride():
         return True
     return all(a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.size(), strict=True))
-
-
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """``target.copy_(source)`` for each pair, in one launch where there are several. The caller has switched grad mode
-    off."""
-    if len(targets) > 1:
-        torch._foreach_copy_(targets, sources)
-    elif targets:
-        targets[0].copy_(sources[0])
-
-
-def laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The value in the layout of ``like``."""
-    if value.stride() == like.stride():
-        return value
-    copy = torch.empty_strided(like.size(), like.stride(), dtype=value.dtype, device=value.device)
-    return copy.copy_(value)
 
 
 def compact_as(value: torch.Tensor, like: torch.Tensor, compacted: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,14 @@ def changes_metadata(node: Node) -> bool:
     return torch.Tag.inplace_view in op.tags or op._schema.name.partition("::")[2] in _METADATA
 
 
+def draws(op: object) -> bool:
+    """Return whether an operator draws random numbers."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
 def is_random(node: Node) -> bool:
     """Return whether ``node`` may draw from a generator: by torch's own tag."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return draws(node.target)
 
 
 def is_uninitialised(node: Node) -> bool:

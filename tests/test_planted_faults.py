@@ -97,26 +97,26 @@ def guards_are_not_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphed, "_Traced", Traced)
 
 
+def once_per_slot(patch: pytest.MonkeyPatch, method: str) -> None:
+    """A method of slots does what it does for the first call alone."""
+
+    def fill(self: slots.Slot, tensors: Any) -> None:
+        if not getattr(self, f"done_{method}", False):
+            setattr(self, f"done_{method}", True)
+            original(self, tensors)
+
+    original = getattr(slots.Slot, method)
+    patch.setattr(slots.Slot, method, fill)
+
+
 @fault
 def inputs_are_copied_once_only(patch: pytest.MonkeyPatch) -> None:
-    def fill(self: slots.Slot, inputs: Any) -> None:
-        if not getattr(self, "filled", False):
-            self.filled = True
-            original(self, inputs)
-
-    original = slots.Slot.fill
-    patch.setattr(slots.Slot, "fill", fill)
+    once_per_slot(patch, "fill")
 
 
 @fault
 def gradients_of_outputs_are_copied_once_only(patch: pytest.MonkeyPatch) -> None:
-    def fill_tangents(self: slots.Slot, tangents: Any) -> None:
-        if not getattr(self, "filled_tangents", False):
-            self.filled_tangents = True
-            original(self, tangents)
-
-    original = slots.Slot.fill_tangents
-    patch.setattr(slots.Slot, "fill_tangents", fill_tangents)
+    once_per_slot(patch, "fill_tangents")
 
 
 @fault

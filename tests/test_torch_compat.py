@@ -32,6 +32,7 @@ from fxgraph._torch_compat.autograd import (
 from fxgraph._torch_compat.interpreter import OperatorCall
 from fxgraph._torch_compat.layout import suggest_memory_format
 from fxgraph._torch_compat.storage import Held, use_counts
+from passes.effects import is_random
 
 VERSION = torch.__version__
 
@@ -804,7 +805,7 @@ def _for_inductor() -> tuple[fx.GraphModule, list[torch.Tensor]]:
 
 
 def _draws(graph: fx.GraphModule) -> int:
-    return sum(inductor._draws(node.target) for node in graph.graph.nodes)
+    return sum(is_random(node) for node in graph.graph.nodes)
 
 
 def test_the_min_cut_recomputes_cheap_ops_and_no_random_ones() -> None:
@@ -812,7 +813,7 @@ def test_the_min_cut_recomputes_cheap_ops_and_no_random_ones() -> None:
     before = _draws(joint)
     forward, backward = inductor.partition(joint, 1)
     assert before == _draws(forward) == 1
-    users = [node for node in backward.graph.nodes if inductor._draws(node.target) and node.users]
+    users = [node for node in backward.graph.nodes if is_random(node) and node.users]
     assert not users, changed("the partitioner recomputes what is tagged CheckpointPolicy.MUST_SAVE")
     forward_ops = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     assert any(node.name in forward_ops for node in backward.graph.nodes), changed("the min-cut recomputes nothing")
@@ -821,7 +822,7 @@ def test_the_min_cut_recomputes_cheap_ops_and_no_random_ones() -> None:
 def test_inductors_wrapper_can_be_looked_into_and_draws_as_eager_does() -> None:
     joint, inputs = _for_inductor()
     forward = passes.DrawInPlace()(inductor.partition(joint, 1)[0]).graph_module
-    results = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple, as of every graph here
     groups = [*range(len(inputs)), *(node.name for node in results)]
     compiled, strides = inductor.compile_graph(forward, [t.detach() for t in inputs], groups, [0], False, [0, 1])
     made: list[torch.Tensor] = []

@@ -85,7 +85,7 @@ def _node_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
 
 def _holders(tensors: Sequence[torch.Tensor]) -> list[int]:
     """For each, how many hold it: all of Python counts as one."""
-    return list(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
+    return list(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]  # not in the stubs
 
 
 def _node_hooked(leaf: torch.Tensor) -> bool:
@@ -96,12 +96,6 @@ def _node_hooked(leaf: torch.Tensor) -> bool:
     for handle in handles:
         handle.remove()
     return found
-
-
-def foreach_copy_(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """``target.copy_(value)`` for each pair, in few launches."""
-    if targets:
-        torch._foreach_copy_(targets, values)
 
 
 def foreach_add_(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:

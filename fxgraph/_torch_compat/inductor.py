@@ -44,6 +44,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from passes.effects import draws
+
 from .tracing import tracing
 
 _SETTINGS: dict[str, Any] = {
@@ -76,7 +78,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
     with _settings():
         table = select_decomp_table()
-    return {op: how for op, how in table.items() if not _draws(op) and op not in _KEPT}
+    return {op: how for op, how in table.items() if not draws(op) and op not in _KEPT}
 
 
 _KEPT = {torch.ops.aten.empty_like.default}
@@ -96,9 +98,9 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
 
     values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     before = _strides_of_outputs(joint)
-    draws = any(_draws(node.target) for node in joint.graph.nodes)
+    random = any(draws(node.target) for node in joint.graph.nodes)
     # Without `fallback_random`, with which torch traces the patterns themselves anew in each process.
-    how: dict[str, Any] = {"fallback_random": draws, **({"pattern_matcher": False} if draws else {})}
+    how: dict[str, Any] = {"fallback_random": random, **({"pattern_matcher": False} if random else {})}
     with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad(), _settings(**how):
         device = values[0].device
         try:
@@ -168,7 +170,7 @@ def partition(joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, 
     """Forward and backward with as little between them as recomputing cheap ops allows. Random ops never run again."""
     written = set(_written(joint))
     for node in joint.graph.nodes:
-        if _draws(node.target) or written.intersection(node.all_input_nodes):
+        if draws(node.target) or written.intersection(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with tracing(), _quiet():
         forward, backward = min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_forward)
@@ -201,7 +203,7 @@ def compile_graph(
     from torch._inductor.utils import BoxedBool
 
     own = copy.deepcopy(graph)
-    random = [node.target for node in own.graph.nodes if _draws(node.target)]
+    random = [node.target for node in own.graph.nodes if draws(node.target)]
     _prepare(own)
     own.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # inductor's cache wants the ShapeEnv
@@ -289,7 +291,7 @@ def _chained() -> dict[str, Any]:
         def __call__(self, graph: fx.Graph) -> None:
             if users is not None:
                 users(graph)
-            drawing = [node for node in graph.nodes if _draws(node.target)]
+            drawing = [node for node in graph.nodes if draws(node.target)]
             after = {node: OrderedSet([before]) for before, node in itertools.pairwise(drawing)}
             preserve_node_ordering(graph, after)
 
@@ -297,10 +299,6 @@ def _chained() -> dict[str, Any]:
             return "draws in order", None if users is None else users.uuid()
 
     return {"post_grad_custom_post_pass": Chain()}
-
-
-def _draws(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ def blaming(node: fx.Node) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the op raises; it goes on
         blame(error, node)
         raise
 
@@ -201,6 +201,19 @@ def aten_graph(region: Region, inputs: Sequence[torch.Tensor]) -> fx.GraphModule
 def empty_like_layout(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a tensor of this size and strides; stride-0 dimensions share it."""
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+
+
+def copy_laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy with these strides; it has a history where grad mode is on."""
+    return value.new_empty_strided(value.size(), strides).copy_(value)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in few launches where there are several. Grad mode is off."""
+    if len(targets) > 1:
+        torch._foreach_copy_(targets, sources)
+    elif targets:
+        targets[0].copy_(sources[0])
 
 
 def poison_value(dtype: torch.dtype) -> float | bool | int:

@@ -193,7 +193,7 @@ class _OperatorRecorder(TorchDispatchMode):
     """Notes the operators that are called while it is on."""
 
     def __init__(self, tape: _Tape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self._tape = tape
 
     def __torch_dispatch__(

@@ -182,7 +182,7 @@ def _record(pool: CudaPool, run: Routed, inputs: Sequence[torch.Tensor]) -> Cuda
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a region of views alone has no kernel
             graph.capture_end()
-    except BaseException as error:
+    except BaseException as error:  # also an interrupt must not leave a stream capturing; it goes on
         if _INVALIDATED in str(error):
             blame(error, own.last_custom)
         own.leave()
@@ -316,7 +316,7 @@ class _Allocations(TorchDispatchMode):
         before: Callable[[int], None] = lambda i: None,
         after: Callable[[list[torch.Tensor]], None] = lambda made: None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self._before, self._after = before, after
         self.count = 0
 
