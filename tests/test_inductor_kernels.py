@@ -18,7 +18,7 @@ import pytest
 import torch
 import twins
 from torch import nn
-from torch._inductor import metrics
+from torch._inductor import compile_fx, metrics
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from twins import Twins, assert_same
@@ -432,6 +432,26 @@ def test_random_numbers_are_drawn_in_eagers_order(device: str) -> None:
     for _ in range(3):
         twins.both(run, exact=False)
     twins.assert_replayed(3)
+
+
+@pytest.mark.parametrize("stage", ["_recursive_joint_graph_passes", "compile_fx_inner"])
+def test_what_inductor_draws_to_choose_kernels_is_put_back(
+    device: str, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """It times candidates on random numbers: of a product, padded or not, while it rewrites the joint graph."""
+    inner, times = getattr(compile_fx, stage), []
+
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        with torch._subclasses.fake_tensor.unset_fake_temporarily():
+            times.append((torch.rand(3), torch.rand(3, device=device)))
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, stage, drawing)
+    layer, x = nn.Linear(3, 2).to(device), sample(device)
+    before = twins.rng_state(device)
+    fxgraph.make_graphed_callables(layer, (x,), options=INDUCTOR)
+    assert times
+    assert all(map(torch.equal, twins.rng_state(device), before)), "graphing drew random numbers"
 
 
 class Images(nn.Module):

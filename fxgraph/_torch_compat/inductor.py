@@ -101,7 +101,14 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
     random = any(draws(node.target) for node in joint.graph.nodes)
     # Without `fallback_random`, with which torch traces the patterns themselves anew in each process.
     how: dict[str, Any] = {"fallback_random": random, **({"pattern_matcher": False} if random else {})}
-    with tracing(), _quiet(), V.set_fake_mode(_mode_of(values)), torch.no_grad(), _settings(**how):
+    with (
+        tracing(),
+        _quiet(),
+        preserve_rng_state(),  # whether to pad a product is found by timing it, on random numbers
+        V.set_fake_mode(_mode_of(values)),
+        torch.no_grad(),
+        _settings(**how),
+    ):
         device = values[0].device
         try:
             result: fx.GraphModule = _recursive_joint_graph_passes(

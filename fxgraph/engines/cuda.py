@@ -179,19 +179,24 @@ def _record(pool: CudaPool, run: Routed, inputs: Sequence[torch.Tensor]) -> Cuda
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
         outputs = run(own, inputs)
         own.leave()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a region of views alone has no kernel
-            graph.capture_end()
+        _end(graph)
     except BaseException as error:  # also an interrupt must not leave a stream capturing; it goes on
         if _INVALIDATED in str(error):
             blame(error, own.last_custom)
         own.leave()
         with contextlib.suppress(RuntimeError):
-            graph.capture_end()  # raises again where the capture was invalidated; the first error is the one to tell
+            _end(graph)  # raises again where the capture was invalidated; the first error is the one to tell
         _after_failure(graph, pool)
         own.release()
         raise
     return CudaRegion(pool, graph, own, outputs)
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        # A region of views alone has no kernel; nor has one whose first op fails.
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        graph.capture_end()
 
 
 # An op that synchronises without looking at the result ends the capture; what comes after it raises this. torch's own
