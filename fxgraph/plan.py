@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,18 @@ from .effects import (
     value_matters,
 )
 from .trace import InputSpec, JointGraph, OutputKind, output_args
+
+
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+"""Takes some elements of a sequence."""
+
+
+def picker(indices: Collection[int]) -> Picker:
+    """A function that takes these elements: quicker than a loop, at each call of a callable."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    only = list(indices)
+    return lambda sequence: tuple([sequence[i] for i in only])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +153,23 @@ class Plan:
     def constant(self) -> list[int]:
         """Inputs without a gradient that are not live."""
         return [i for i, spec in enumerate(self.inputs) if not spec.live and i not in self.gradient_of]
+
+    @functools.cached_property
+    def differentiable(self) -> Picker:
+        """Takes, of a call's inputs, those that have a gradient."""
+        return picker(self.gradient_of)
+
+    @functools.cached_property
+    def watched(self) -> Picker:
+        """Takes, of a call's inputs or of something about each, those of ``saved_live``."""
+        return picker(self.saved_live)
+
+    @functools.cached_property
+    def returned(self) -> Picker | None:
+        """Takes the program's outputs of the node's, where no others are among them."""
+        if any(ret.how != "node" for ret in self.returns):
+            return None
+        return picker([ret.index for ret in self.returns])
 
     @functools.cached_property
     def not_differentiable(self) -> list[int]:

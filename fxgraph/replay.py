@@ -44,41 +44,42 @@ class Call:
     edge, not the tensor's later life), leaves are kept as they are, and what does not require grad is kept detached.
     """
 
-    __slots__ = (
-        *("accumulated", "accumulator", "anchor", "capture", "edges", "handed", "inputs", "lease", "live"),
-        *("live_versions", "parameters", "program", "random_state", "request", "slot", "twin", "versions"),
-        "with_history",
-    )
+    live: Sequence[torch.Tensor] = ()  # for plan.saved_live; where they lay is the capture's to know
+    live_versions: Sequence[int] = ()
+    handed: Sequence[tuple[torch.Tensor, int, int]] = ()  # of plan.saved_handed: tensor, version, which
+    versions: Sequence[int] = ()
+    with_history: Sequence[int] = ()
+    random_state: torch.Tensor | None = None
+    # With gradients in the graph: what the node has no edges to, and which of it the running backward accumulates.
+    accumulator: Accumulator | None = None
+    parameters: Sequence[torch.Tensor] = ()
+    accumulated: Sequence[int] = ()
+    request: Request | None = None
+    anchor: torch.Tensor | None = None
 
     def __init__(
         self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...], twin: Twin | None
     ) -> None:
         self.program, self.capture, self.slot, self.inputs, self.twin = program, capture, slot, inputs, twin
         self.lease = Lease(slot)
-        self.live: list[torch.Tensor] = []  # for plan.saved_live; where they lay is the capture's to know
-        self.live_versions: list[int] = []
-        self.handed: list[tuple[torch.Tensor, int, int]] = []  # of plan.saved_handed: tensor, version, which
-        self.versions: list[int] = []
-        self.with_history: list[int] = []
-        self.random_state: torch.Tensor | None = None
         if capture.plan.draws and capture.plan.repeatable:
             self.random_state = capture.engine.random_state(capture.device)
-        # With gradients in the graph: what the node has no edges to, and which of it the running backward accumulates.
-        self.accumulator = capture.accumulates(inputs)
-        self.edges: Sequence[int] = range(len(capture.plan.gradient_of))
-        self.parameters: list[torch.Tensor] = []
-        self.accumulated: Sequence[int] = ()
-        self.request: Request | None = None
-        self.anchor: torch.Tensor | None = None
-        if self.accumulator is not None:
-            self.edges, self.parameters = self.accumulator.others, self.accumulator.parameters(inputs)
-            self.anchor = self.accumulator.new_anchor()
+        if capture.accumulator is not None and (accumulator := capture.accumulates(inputs)) is not None:
+            self.accumulator, self.anchor = accumulator, accumulator.new_anchor()
+            self.parameters = accumulator.parameters(inputs)
 
-    def differentiable(self) -> list[torch.Tensor]:
+    @property
+    def edges(self) -> Sequence[int]:
+        """To which of ``plan.gradient_of`` the node has edges."""
+        return range(len(self.capture.plan.gradient_of)) if self.accumulator is None else self.accumulator.others
+
+    def differentiable(self) -> Sequence[torch.Tensor]:
         """The inputs of the autograd node."""
-        gradient_of, inputs = self.capture.plan.gradient_of, self.inputs
-        found = [inputs[gradient_of[k]] for k in self.edges]
-        return found if self.anchor is None else [*found, self.anchor]
+        plan, inputs = self.capture.plan, self.inputs
+        if self.accumulator is None:
+            return plan.differentiable(inputs)
+        assert self.anchor is not None
+        return [*[inputs[plan.gradient_of[k]] for k in self.accumulator.others], self.anchor]
 
     def begin_backward(self, ctx: Any) -> None:
         """Find out what becomes of the parameters' gradients in this backward."""
@@ -103,36 +104,35 @@ class Call:
             self.accumulator.add(self.parameters, values)
         return (*[result[k] for k in self.edges], None)
 
-    def keep_inputs(self) -> list[torch.Tensor]:
-        """Keep what a second derivative needs; returns the tensors that autograd has to keep."""
-        plan = self.capture.plan
+    def keep(self, handed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keep what the backward reads, as it is now, and what a second derivative needs.
+
+        Returns:
+            The tensors that autograd has to keep: one at least where the slot has to wait for the backward, so that
+            autograd itself says when the graph has been freed.
+        """
+        plan, given = self.capture.plan, self.inputs
+        versions = _versions(given) if plan.keeps or plan.repeatable else ()
+        waits = []
+        if plan.keeps:
+            self.live, self.live_versions = plan.watched(given), plan.watched(versions)
+            if plan.saved_handed:
+                which = [k for k in plan.saved_handed if k not in self.capture.copied_outputs]
+                self.handed = [(handed[k].detach(), _version(handed[k]), k) for k in which]
+            waits = [given[plan.gradient_of[0]] if self.anchor is None else self.anchor]
+        else:
+            self.lease.end()
         if not plan.repeatable:
             self.inputs = ()
-            return []
-        given = self.inputs
-        self.versions = _versions(given)
-        kept, detached = [], []
-        for i in plan.gradient_of:
-            if not given[i].is_leaf:
-                self.with_history.append(i)
-                kept.append(given[i])
-                detached.append(i)
-        detached += plan.constant
-        if detached:
+            return waits
+        self.versions = versions
+        history = [i for i in plan.gradient_of if not given[i].is_leaf]
+        if history or plan.constant:
             inputs = list(given)
-            for i in detached:
+            for i in (*history, *plan.constant):
                 inputs[i] = given[i].detach()
-            self.inputs = tuple(inputs)
-        return kept
-
-    def watch(self, handed: Sequence[torch.Tensor]) -> None:
-        """Remember the tensors whose memory the backward reads, as they are now."""
-        plan, inputs = self.capture.plan, self.inputs
-        self.live = [inputs[i] for i in plan.saved_live]
-        self.live_versions = _versions(self.live)
-        for k in plan.saved_handed:
-            if k not in self.capture.copied_outputs:
-                self.handed.append((handed[k].detach(), _version(handed[k]), k))
+            self.inputs, self.with_history = tuple(inputs), history
+        return [given[i] for i in history] or waits
 
     def check_versions(self, ctx: Any) -> None:
         """Raise what autograd raises where a tensor that the backward needs was changed in place.
@@ -145,7 +145,7 @@ class Call:
         live, addresses, plan = self.live, self.capture.saved_addresses, self.capture.plan
         if (
             not self.handed
-            and [tensor.data_ptr() for tensor in live] == addresses
+            and tuple([tensor.data_ptr() for tensor in live]) == addresses
             and _versions(live) == self.live_versions
         ):
             return
@@ -176,7 +176,8 @@ class Call:
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs, self.live, self.live_versions, self.handed, self.twin = (), [], [], [], None
+        self.inputs = self.live = self.live_versions = self.handed = ()
+        self.twin = None
 
 
 def _wanted(call: Call, ctx: Any) -> list[int]:
@@ -193,11 +194,11 @@ def _changed_in_place(tensor: torch.Tensor, version: int, what: str) -> RuntimeE
     )
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     try:
-        return [tensor._version for tensor in tensors]
+        return tuple([tensor._version for tensor in tensors])
     except RuntimeError:  # an inference tensor has none
-        return [_version(tensor) for tensor in tensors]
+        return tuple([_version(tensor) for tensor in tensors])
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -250,6 +251,8 @@ def run(
         target = inputs[index]
         # A leaf can only have been written behind autograd's back (`weight.detach().mul_(2)`).
         (target.detach() if target.is_leaf and target.requires_grad else target).copy_(handed[position])
+    if plan.returned is not None:
+        return plan.returned(handed)
     return tuple([_make(ret, handed, inputs) for ret in plan.returns])
 
 
@@ -284,6 +287,9 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
     inference = torch.is_inference_mode_enabled()
     if not inference and not capture.copied_outputs:
         return tuple([buffer.detach() for buffer in slot.handed])
+    if not inference and slot.separate:
+        copied = capture.copied_outputs
+        return tuple([copy_of(out) if k in copied else out.detach() for k, out in enumerate(slot.handed)])
     copied = {slot.roots[k] for k in capture.copied_outputs}
     handed: list[torch.Tensor] = []
     for k, (buffer, root) in enumerate(zip(slot.handed, slot.roots, strict=True)):
@@ -323,12 +329,7 @@ class _Node(torch.autograd.Function):
         handed = _forward(call.capture, call.slot, call.inputs)
         if plan.not_differentiable:
             ctx.mark_non_differentiable(*[handed[k] for k in plan.not_differentiable])
-        if plan.keeps:
-            call.watch(handed)
-        else:
-            call.lease.end()
-        # One saved tensor at least, so that autograd itself says when the graph has been freed.
-        ctx.save_for_backward(*(call.keep_inputs() or differentiable[:1] if plan.keeps else call.keep_inputs()))
+        ctx.save_for_backward(*call.keep(handed))
         return handed
 
     @staticmethod

@@ -125,6 +125,7 @@ class Slot:
         self.handed = [self.outputs[out.position] for out in plan.handed]
         self._watch_outputs()
         self.roots = _roots(self.handed)
+        self.separate = self.roots == list(range(len(self.roots)))  # no two of them share memory
         self.backward: CapturedRegion | None = None
         self.gradients: tuple[torch.Tensor, ...] = ()
         self.tangents: list[torch.Tensor] = []
@@ -310,7 +311,7 @@ class Capture:
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
         self.addresses = tuple(tensor.data_ptr() for tensor in live)
         places = dict(zip([i for i, spec in enumerate(plan.inputs) if spec.live], self.addresses, strict=True))
-        self.saved_addresses = [places[i] for i in plan.saved_live]
+        self.saved_addresses = tuple(places[i] for i in plan.saved_live)
         self._live = [weakref.ref(tensor) for tensor in live]
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
