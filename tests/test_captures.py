@@ -268,6 +268,19 @@ def test_a_bare_op_that_is_not_captured_is_listed_with_its_reason() -> None:
     assert captures_table.unjustified(rows, "cuda") == [f"only its graph captures: odd: {unknown}"]
 
 
+def test_the_page_counts_the_graph_and_lists_the_bare_op(tmp_path: Path) -> None:
+    message = f"{FAILS}: {next(iter(captures_table.BARE))} during a capture"
+    moved = {**row("moved", message, [], graph=CAPTURES), "case": "moved", "outcome": AGREE, "date": "", "revision": ""}
+    moved["samples"][0]["relation"] = AGREE
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in ({"case": "environment", "device": "cuda (x)"}, moved)))
+    lines = captures_table.page(path).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert ["captures", "1", "0"] in cells and ["fails", "0", "0"] in cells
+    below = cells[lines.index("## Allowed: the bare op is not captured, its graph is") :]
+    assert ["moved", "float32", "0", message, next(iter(captures_table.BARE.values()))] in below
+
+
 def test_a_graph_that_fails_is_what_is_told() -> None:
     rows = [row("hole", f"{FAILS}: not tried after its graph", [], graph=f"{FAILS}: no")]
     assert captures_table.unjustified(rows, "cuda") == ["laxer: hole: its graph fails: no; allowed"]
