@@ -21,11 +21,10 @@ RULES: dict[str, str] = {
 
 OPS: dict[tuple[str, str], str] = {
     ("ormqr", LAXER): "strides alone: the graph is traced, and on fake tensors the result is row-major",
-    (
-        "torch_ops_aten__efficient_attention_forward",
-        LAXER,
-    ): "seed and offset of its dropout: torch has them on the CPU, "
-    "but on the device while it captures; only the op's derivative reads them, and attention returns none of them",
+    ("torch_ops_aten__efficient_attention_forward", LAXER): (
+        "seed and offset of its dropout: torch has them on the CPU, but on the device while it captures; only the op's "
+        "derivative reads them, and attention returns none of them"
+    ),
 }
 """By op and rule, the same; and by op and ``LAXER``: why it may be allowed though a capture fails."""
 
@@ -188,9 +187,8 @@ def _counts(rows: Sequence[Row]) -> str:
     samples = [sample for row in rows for sample in row["samples"]]
     kinds: collections.Counter[tuple[str, str]] = collections.Counter()
     for sample in samples:
-        kinds[
-            str(sample.get("graph") or sample["raw"]).partition(":")[0], "refused" if sample["ids"] else "allowed"
-        ] += 1
+        outcome = str(sample.get("graph") or sample["raw"]).partition(":")[0]
+        kinds[outcome, "refused" if sample["ids"] else "allowed"] += 1
     outcomes = [CAPTURES, captures.WRONG, captures.FAILS]
     body = [(outcome, kinds[outcome, "allowed"], kinds[outcome, "refused"]) for outcome in outcomes]
     relations = collections.Counter(row["outcome"] for row in rows)

@@ -76,24 +76,10 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} reads a value on the host"
         if name in op_lists.CHECKS_ON_HOST or node.target in op_lists.HOST_FUNCTIONS:
             return f"{describe_call(node)} waits for the device"
-        if name in op_lists.STATUS_ON_HOST or (name in op_lists.STATUS_UNLESS_EMPTY and not _is_empty(node)):
-            return f"{describe_call(node)} looks at its own result on the host"
-        if name is not None and _keyword(node, "check_errors") is True:
-            return f"{describe_call(node)} with check_errors looks at its own result on the host"
-        if name in op_lists.SINGULAR_VALUES_FOR and (order := _order(node)) in op_lists.SINGULAR_VALUES_FOR[name]:
-            return f"{describe_call(node)} of order {order!r} looks at its own result on the host"
-        if name in op_lists.WAITS_UNLESS_EMPTY and not _is_empty(node):
-            return f"{describe_call(node)} waits for the device"
-        if (
-            name in op_lists.LU_FACTORISING
-            and (sizes := _first_sizes(node)) is not None
-            and is_factorised_by_magma(sizes)
-        ):
-            return f"{describe_call(node)} of shape {sizes} waits for the device"
+        if name is not None and (algebra := _linear_algebra(node, name)) is not None:
+            return f"{describe_call(node)} {algebra}"
         if name == "segment_reduce" and _checks_lengths(node):
             return f"{describe_call(node)} without unsafe=True checks the lengths on the host"
-        if name in op_lists.INVERTING and isinstance(power := argument(node, "n", 1), int) and power < 0:
-            return f"{describe_call(node)} with a negative power looks at its own result on the host"
         if str(op) in op_lists.SCALARS_ON_HOST:
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
@@ -313,6 +299,24 @@ def _indices(node: Node) -> Iterator[Any]:
     yield from index if isinstance(index, (tuple, list)) else (index,)
 
 
+def _linear_algebra(node: Node, name: str) -> str | None:
+    """What linear algebra does with the host, or None."""
+    looks = "looks at its own result on the host"
+    if name in op_lists.STATUS_ON_HOST or (name in op_lists.STATUS_UNLESS_EMPTY and not _is_empty(node)):
+        return looks
+    if _keyword(node, "check_errors") is True:
+        return f"with check_errors {looks}"
+    if name in op_lists.INVERTING and isinstance(power := argument(node, "n", 1), int) and power < 0:
+        return f"with a negative power {looks}"
+    order = node.kwargs.get("p", argument(node, "ord", 1))
+    if order in op_lists.SINGULAR_VALUES_FOR.get(name, ()):
+        return f"of order {order!r} {looks}"
+    if name in op_lists.WAITS_UNLESS_EMPTY and not _is_empty(node):
+        return "waits for the device"
+    sizes = _first_sizes(node) if name in op_lists.LU_FACTORISING else None
+    return f"of shape {sizes} waits for the device" if sizes and is_factorised_by_magma(sizes) else None
+
+
 def _keyword(node: Node, name: str) -> Any:
     """An argument that Python takes by keyword alone."""
     op = overload_of(node)
@@ -335,10 +339,6 @@ def _first_sizes(node: Node) -> tuple[int, ...] | None:
 def _is_empty(node: Node) -> bool:
     sizes = _first_sizes(node)
     return sizes is not None and 0 in sizes
-
-
-def _order(node: Node) -> Any:
-    return node.kwargs.get("p", argument(node, "ord", 1))
 
 
 def _checks_lengths(node: Node) -> bool:
