@@ -69,6 +69,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     raw.add_argument("--only", nargs="+", default=[], help="names of ops")
     raw.add_argument("--samples", type=int, default=2, help="of the database's samples per op, the first ones")
     raw.add_argument("--results", type=Path, default=None, help="a .jsonl file, begun anew")
+    raw.add_argument(
+        "--update", action="store_true", help="keep the file's rows of other ops, and replace those of these"
+    )
     raw.add_argument("--minutes", type=float, default=None, help="start no op after so many minutes")
     raw.add_argument("--out", type=Path, default=None, help="write the differences here, as Markdown")
 
@@ -137,7 +140,8 @@ def _captures(args: argparse.Namespace) -> int:
     runner = functools.partial(in_worker.run_capture, device=args.device, samples=args.samples)
     prepare = functools.partial(in_worker.prepare_captures, args.device)
     for module in (PRELOAD, None):
-        file = results.Results(path, environment, fresh=True)
+        begun = 0
+        file = results.Results(path, environment, fresh=not args.update)
         rows = workers.run(
             cases,
             runner,
@@ -152,6 +156,7 @@ def _captures(args: argparse.Namespace) -> int:
         try:
             for row in rows:
                 file.add(row)
+                begun += 1
                 if bar is not None:
                     bar.update()
             break
@@ -164,15 +169,14 @@ def _captures(args: argparse.Namespace) -> int:
                 bar.close()
     if args.out is not None:
         args.out.write_text(captures_table.page(path))
-    return _differences(path, args.device, len(cases))
+    return _differences(path, args.device, len(cases) - begun)
 
 
-def _differences(path: Path, device: str, wanted: int | None = None) -> int:
+def _differences(path: Path, device: str, missing: int = 0) -> int:
     """Say which differences have no reason; the exit status says whether any has none, or an op is missing."""
     from . import captures_table
 
     _, done = captures_table.read(path)
-    missing = 0 if wanted is None else wanted - len(done)
     lines = captures_table.unjustified(done, device)
     print("\n".join(lines + [f"{name}: {count}" for name, count in Counter(r["outcome"] for r in done).items()]))
     late = f", {missing} more not begun" if missing else ""

@@ -4,6 +4,11 @@ Raw: the op and its backward inside of ``torch.cuda.graph``, without anything of
 values and on others, each time compared with eager. Verdict: ``passes.check`` on the op's graphs. Where the two differ,
 a rule is too strict or too lax.
 
+What is allowed is a graph of ATen ops, not the op: the bare op may make a constant on the CPU, which fxgraph moves, or
+have a derivative that reads values, other than the one for fake tensors. So the graph of an op that is allowed is
+captured as well, by fxgraph's engine, and first: what a failed capture leaves behind would show in the next one. Where
+it fails, the bare op is not tried.
+
 Without a GPU the place of ``torch.cuda.graph`` is taken by fxgraph's CPU engine: it has no streams that a read on the
 host could break, so only what is allowed and fails, or is wrong on replay, says something there.
 """
@@ -204,18 +209,24 @@ def capture_cuda(step: Step, statics: Sequence[torch.Tensor]) -> Captured:
     return outputs, replay
 
 
-def capture_cpu(graph: fx.GraphModule | None, statics: Sequence[torch.Tensor]) -> Captured:
-    """The step's ATen graph in a region of the CPU engine.
+def capture_graph(graph: fx.GraphModule | None, statics: Sequence[torch.Tensor], device: str) -> Captured:
+    """The step's ATen graph in a region of fxgraph's engine for that device.
 
     Raises:
         RuntimeError: if there is no graph.
     """
     if graph is None:
         raise RuntimeError("no graph of ATen ops")
-    engine = engines.get("cpu")
+    engine = engines.get(device)
     # Graphs of make_fx call nothing but ops and give a tuple of tensors, which is what an engine wants.
-    region = engine.capture(engine.new_pool(torch.device("cpu")), graph, statics, warmup=1)
-    return region.outputs, region.replay
+    region = engine.capture(engine.new_pool(torch.device(device)), graph, statics, warmup=1)
+
+    def replay() -> None:
+        region.replay()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return region.outputs, replay
 
 
 def refill(statics: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -284,6 +295,18 @@ def others(step: Step, fresh: Any) -> list[torch.Tensor] | None:
     return values if fit else None
 
 
+def others_on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The values with one less in tensors of the host, if they stand beside tensors of a device.
+
+    What a capture has read of them, a length, say, stays as it was; and samples with another seed have the same.
+    """
+    on_host = [value.device.type == "cpu" for value in values]
+    lowered = [h and v.dtype.is_signed and v.layout == torch.strided for h, v in zip(on_host, values, strict=True)]
+    if not any(lowered) or all(on_host):
+        return None
+    return [value - 1 if lower else value for value, lower in zip(values, lowered, strict=True)]
+
+
 def raw(
     step: Step,
     runs: Sequence[tuple[Sequence[torch.Tensor], Eager]],
@@ -317,7 +340,8 @@ class Judged:
     Attributes:
         ids: of the violated rules; none: allowed.
         observed: what the rules saw.
-        graph: of ATen ops.
+        graph: of ATen ops, with constants of the CPU moved to the device.
+        fake: whether the graph was traced on fake tensors, as fxgraph traces.
         unsafe: the op that torch's own compiler would not put into a CUDA graph, or an empty string.
         notes: what else is to be said.
     """
@@ -325,6 +349,7 @@ class Judged:
     ids: list[str]
     observed: list[str]
     graph: fx.GraphModule | None
+    fake: bool
     unsafe: str
     notes: list[str]
 
@@ -356,21 +381,29 @@ def judge(step: Step, function: Callable[..., Any]) -> Judged:
     except Exception as error:  # the op's own, raised while Dynamo runs it on fake tensors
         notes.append(f"not read at torch level: {describe(error)}"[:200])
     graph, mode = aten_graph(step)
+    # Torch judges graphs of fake tensors only: it looks at every index's dtype.
+    unsafe = get_first_incompatible_cudagraph_node(graph) if graph is not None and mode == "fake" else None
     if graph is not None:
-        report += passes.check(trace.on_one_device(graph), passes.CAPTURABLE)
+        graph = trace.on_one_device(graph)
+        report += passes.check(graph, passes.CAPTURABLE)
     ids, observed = list(report.ids), [violation.observed for violation in report.violations]
     if graph is None and not ids:
         ids, observed = [NO_GRAPH], [mode]
-    # Torch judges graphs of fake tensors only: it looks at every index's dtype.
-    unsafe = get_first_incompatible_cudagraph_node(graph) if graph is not None and mode == "fake" else None
-    return Judged(ids, list(dict.fromkeys(observed))[:3], graph, "" if unsafe is None else str(unsafe.target), notes)
+    said = "" if unsafe is None else str(unsafe.target)
+    return Judged(ids, list(dict.fromkeys(observed))[:3], graph, mode == "fake", said, notes)
 
 
-def relation(outcome: str, ids: Sequence[str]) -> str:
-    """Whether a verdict fits to what the capture did."""
+def relation(outcome: str, ids: Sequence[str], graph: str = "") -> str:
+    """Whether a verdict fits to what the capture did: that of the graph, where it was tried, else that of the bare op.
+
+    Args:
+        outcome: of the bare op.
+        ids: of the violated rules.
+        graph: outcome of the graph that is allowed; empty: not tried.
+    """
     if outcome.startswith(SKIPPED):
         return SKIPPED
-    captured = outcome == CAPTURES
+    captured = (graph or outcome) == CAPTURES
     if captured == (not ids):
         return AGREE
     return STRICTER if captured else LAXER
@@ -388,37 +421,61 @@ def samples(op: Any, device: str, dtype: torch.dtype, count: int, seed: int) -> 
     return list(itertools.islice(op.sample_inputs(device, dtype, requires_grad=grad, set_seed=False), count))
 
 
-def run_sample(op: Any, sample: Any, fresh: Any, device: str, report: Callable[[str], None]) -> dict[str, Any]:
-    """One sample: eager, verdict, capture; the last may leave the process unusable."""
-    function = ops.function_for(op, "function")
+def run_sample(
+    function: Callable[..., Any],
+    sample: Any,
+    fresh: Any,
+    device: str,
+    report: Callable[[str], None],
+    *,
+    has_values: bool = True,
+) -> dict[str, Any]:
+    """One sample: eager, verdict, captures; the last may leave the process unusable.
+
+    Args:
+        function: the op.
+        sample: of the database.
+        fresh: the same one of another seed.
+        device: ``cpu`` or ``cuda``.
+        report: told where the sample stands.
+        has_values: whether the result has values that can be compared.
+    """
     report("eager")
     try:
         step, expected = _runnable(function, sample)
     except Exception as error:  # eager's own: nothing to compare with
         return {"raw": f"{SKIPPED}: {describe(error)}", "ids": [], "relation": SKIPPED}
     runs = [(step.values, expected)]
-    values = others(step, fresh)
     notes = []
-    if values is not None:
+    for values in (others(step, fresh), others_on_host(step.values)):
         try:
-            runs.append((values, run_eager(step, values, 1)))
-        except Exception as error:  # eager's own, on values of the other seed
+            runs += [] if values is None else [(values, run_eager(step, values, 1))]
+        except Exception as error:  # eager's own, on values that it was not made for
             notes.append(f"no other values: {describe(error)}"[:200])
-    elif step.values:
+    if step.values and len(runs) == 1 and not notes:
         notes.append("no other values of the same shapes")
-    strictness = strictness_of(step, step.values, expected, op.name not in ops.NO_VALUES)
+    strictness = strictness_of(step, step.values, expected, has_values)
     report("verdict")
     judged = judge(step, function)
     report(f"capture; verdict: {', '.join(judged.ids) or 'allowed'}")
-    if device == "cuda":
-        outcome = raw(step, runs, strictness, capture_cuda)
+
+    def of_graph(_: Step, statics: Sequence[torch.Tensor]) -> Captured:
+        return capture_graph(judged.graph, statics, device)
+
+    graph = ""
+    if device == "cpu":
+        outcome = raw(step, runs, strictness, of_graph)
     else:
-        outcome = raw(step, runs, strictness, lambda _, statics: capture_cpu(judged.graph, statics))
+        if not judged.ids and judged.fake:
+            graph = raw(step, runs, strictness, of_graph)
+        failed = graph.startswith(FAILS)
+        outcome = f"{FAILS}: not tried after its graph" if failed else raw(step, runs, strictness, capture_cuda)
     return {
         "raw": outcome,
+        "graph": graph,
         "ids": judged.ids,
         "observed": judged.observed,
-        "relation": relation(outcome, judged.ids),
+        "relation": relation(outcome, judged.ids, graph),
         "unsafe": judged.unsafe,
         "backward": step.differentiates,
         "compared": strictness.name.lower(),
@@ -461,7 +518,11 @@ def run(case: Case, device: str, count: int, report: Callable[[str], None] = lam
         def say(stage: str, at: int = number) -> None:
             report(f"sample {at}: {stage}")
 
-        row["samples"].append({"sample": number, **run_sample(op, sample, fresh, device, say)})
+        function = ops.function_for(op, "function")
+        has_values = op.name not in ops.NO_VALUES
+        row["samples"].append(
+            {"sample": number, **run_sample(function, sample, fresh, device, say, has_values=has_values)}
+        )
         said = row["samples"][-1]["raw"]
         if device == "cuda" and (said.startswith(FAILS) or "CUDA error" in said):
             row[RETIRE] = True

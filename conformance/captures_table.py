@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import captures
@@ -19,13 +19,22 @@ RULES: dict[str, str] = {
 }
 """By rule: why it may refuse what captures and replays right here."""
 
-OPS: dict[tuple[str, str], str] = {}
-"""By op and rule, the same; and by op and ``LAXER``: why it may be allowed though the bare capture fails."""
-
-ON_CPU: dict[str, str] = {
-    "ormqr": "strides alone: the region is traced, and on fake tensors the result is row-major",
+OPS: dict[tuple[str, str], str] = {
+    ("ormqr", LAXER): "strides alone: the graph is traced, and on fake tensors the result is row-major",
+    ("torch_ops_aten__efficient_attention_forward", LAXER): (
+        "seed and offset of its dropout: torch has them on the CPU, but on the device while it captures; only the op's "
+        "derivative reads them, and attention returns none of them"
+    ),
 }
-"""By op: why the CPU engine may differ from eager here; a CUDA graph of the bare op may not."""
+"""By op and rule, the same; and by op and ``LAXER``: why it may be allowed though a capture fails."""
+
+BARE: dict[str, str] = {
+    "Cannot copy between CPU and CUDA tensors": "the op makes a constant on the CPU and copies it; in the graph it is "
+    "on the device",
+    "operation not permitted when stream is capturing": "autograd's formula reads a value on the host; that for fake "
+    "tensors, which is in the graph, does not",
+}
+"""By a part of the message with which a bare capture fails: why the graph of the op is captured all the same."""
 
 CPU = "the CPU engine runs on the host, which reads values as it likes"
 """Why every rule may be stricter than it."""
@@ -45,8 +54,6 @@ def reason(op: str, ids: Iterable[str], relation: str, device: str) -> str | Non
     """
     if relation == STRICTER and device.startswith("cpu"):
         return CPU
-    if relation == LAXER and device.startswith("cpu") and op in ON_CPU:
-        return ON_CPU[op]
     found = []
     for what in ids if relation == STRICTER else [LAXER]:
         said = OPS.get((op, what)) or (RULES.get(what) if relation == STRICTER else None)
@@ -58,12 +65,25 @@ def reason(op: str, ids: Iterable[str], relation: str, device: str) -> str | Non
 
 def differences(rows: Iterable[Row], relation: str) -> list[Difference]:
     """The samples of that relation: the first of each op and outcome."""
+    return _first(rows, lambda sample: sample["relation"] == relation)
+
+
+def bare_alone(rows: Iterable[Row]) -> list[Difference]:
+    """Samples whose graph is captured, though the bare op is not: the first of each op and outcome."""
+    return _first(rows, lambda sample: sample.get("graph") == CAPTURES and sample["raw"] != CAPTURES)
+
+
+def _first(rows: Iterable[Row], chosen: Callable[[Row], bool]) -> list[Difference]:
     found: dict[tuple[str, ...], Difference] = {}
     for row in rows:
-        for sample in row.get("samples", []):
-            if sample["relation"] == relation:
-                found.setdefault((row["op"], *sample["ids"], str(sample["raw"])[:40]), (row, sample))
+        for sample in filter(chosen, row.get("samples", [])):
+            found.setdefault((row["op"], *sample["ids"], str(sample["raw"])[:40]), (row, sample))
     return list(found.values())
+
+
+def why_bare(sample: Row) -> str | None:
+    """Why the bare op is not captured, where its graph is; None if nothing says so."""
+    return next((why for part, why in BARE.items() if part in sample["raw"]), None)
 
 
 def complete(row: Row) -> Row:
@@ -84,10 +104,13 @@ def unjustified(rows: Sequence[Row], device: str) -> list[str]:
     """One line for each difference without a reason, and for each op that gave no result."""
     lines = [f"no result: {row['op']}: {said(row)}" for row in rows if lost(row)]
     lines += [f"allowed, but torch would not capture {op}: {row}" for row, _, op in against_torch(rows)]
+    for row, sample in bare_alone(rows):
+        if why_bare(sample) is None:
+            lines.append(f"only its graph captures: {row['op']}: {sample['raw']}")
     for relation in (LAXER, STRICTER):
         for row, sample in differences(rows, relation):
             if reason(row["op"], sample["ids"], relation, device) is None:
-                lines.append(f"{relation}: {row['op']}: {sample['raw']}; {_verdict(sample)}")
+                lines.append(f"{relation}: {row['op']}: {_outcome(sample)}; {_verdict(sample)}")
     return lines
 
 
@@ -113,6 +136,12 @@ def said(row: Row) -> str:
 
 def _verdict(sample: Row) -> str:
     return ", ".join(sample["ids"]) or "allowed"
+
+
+def _outcome(sample: Row) -> str:
+    """What the capture did that the relation is about."""
+    graph = sample.get("graph", "")
+    return f"its graph {graph}" if graph not in ("", CAPTURES) else str(sample["raw"])
 
 
 def read(path: Path) -> tuple[Row, list[Row]]:
@@ -141,6 +170,9 @@ def page(path: Path) -> str:
     ):
         found = differences(rows, relation)
         parts += [f"## {title}", "", _differences(found, relation, device) if found else "None.", ""]
+    bare = bare_alone(rows)
+    if bare:
+        parts += ["## Allowed: the bare op is not captured, its graph is", "", _bare(bare), ""]
     against = against_torch(rows)
     if against:
         title = "## Allowed, but torch's own compiler would not capture it"
@@ -155,7 +187,8 @@ def _counts(rows: Sequence[Row]) -> str:
     samples = [sample for row in rows for sample in row["samples"]]
     kinds: collections.Counter[tuple[str, str]] = collections.Counter()
     for sample in samples:
-        kinds[str(sample["raw"]).partition(":")[0], "refused" if sample["ids"] else "allowed"] += 1
+        outcome = str(sample.get("graph") or sample["raw"]).partition(":")[0]
+        kinds[outcome, "refused" if sample["ids"] else "allowed"] += 1
     outcomes = [CAPTURES, captures.WRONG, captures.FAILS]
     body = [(outcome, kinds[outcome, "allowed"], kinds[outcome, "refused"]) for outcome in outcomes]
     relations = collections.Counter(row["outcome"] for row in rows)
@@ -166,11 +199,19 @@ def _counts(rows: Sequence[Row]) -> str:
     return "\n".join([text, "", table(body, ["", "allowed", "refused"])])
 
 
+def _bare(found: Sequence[Difference]) -> str:
+    body = [
+        (row["op"], row["dtype"], sample["sample"], cell(str(sample["raw"])), why_bare(sample) or "**unjustified**")
+        for row, sample in found
+    ]
+    return table(body, ["op", "dtype", "sample", "capture of the bare op", "reason"])
+
+
 def _differences(found: Sequence[Difference], relation: str, device: str) -> str:
     body = []
     for row, sample in found:
         ids: list[str] = sample["ids"]
         why = reason(row["op"], ids, relation, device) or "**unjustified**"
-        told = sample["raw"] if relation == LAXER else "; ".join([_verdict(sample), *sample.get("observed", [])])
+        told = _outcome(sample) if relation == LAXER else "; ".join([_verdict(sample), *sample.get("observed", [])])
         body.append((row["op"], row["dtype"], sample["sample"], cell(str(told)), why))
     return table(body, ["op", "dtype", "sample", "capture" if relation == LAXER else "rule and what it saw", "reason"])

@@ -6,7 +6,8 @@ They hold on CPU graphs as well, so that a program behaves the same on a machine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,10 +76,10 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} reads a value on the host"
         if name in op_lists.CHECKS_ON_HOST or node.target in op_lists.HOST_FUNCTIONS:
             return f"{describe_call(node)} waits for the device"
-        if name in op_lists.STATUS_ON_HOST:
-            return f"{describe_call(node)} looks at its own result on the host"
-        if name in op_lists.INVERTING and isinstance(power := argument(node, "n", 1), int) and power < 0:
-            return f"{describe_call(node)} with a negative power looks at its own result on the host"
+        if name is not None and (algebra := _linear_algebra(node, name)) is not None:
+            return f"{describe_call(node)} {algebra}"
+        if name == "segment_reduce" and _checks_lengths(node):
+            return f"{describe_call(node)} without unsafe=True checks the lengths on the host"
         if str(op) in op_lists.SCALARS_ON_HOST:
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
@@ -106,12 +107,13 @@ class HostSync(OpConstraint):
 
 @dataclass(frozen=True)
 class DataDependentShape(OpConstraint):
-    """No op's output shape depends on values, and none looks for the true entries of a mask.
+    """No op's output shape depends on values, and none looks for the true entries of a mask or for unique values.
 
     A boolean (or uint8) mask in ``index`` decides the output's shape. In ``index_put`` the shape is known, but on
     CUDA the mask is turned into indices by ``nonzero`` all the same, which waits for the device. ATen avoids that
     only where one number is written and its tensor is on the CPU (it runs ``masked_fill`` then); torch's own list
-    refuses this case too.
+    refuses this case too. The derivative of ``masked_scatter`` calls ``masked_select``, and ``isin`` calls ``unique``
+    where there are many values to look for.
     """
 
     id: ClassVar[str] = "data-dependent-shape"
@@ -119,7 +121,7 @@ class DataDependentShape(OpConstraint):
     why: ClassVar[str] = "a replay launches the same kernels on the same sizes every time"
     hint: ClassVar[str] = (
         "use a form of fixed size: torch.where or masked_fill for a mask, output_size= for repeat_interleave, "
-        "minlength with one_hot().sum() for bincount, topk for a selection"
+        "minlength with one_hot().sum() for bincount, topk for a selection, assume_unique=True for isin"
     )
     expected: ClassVar[str] = "an output shape that follows from the input shapes"
 
@@ -128,6 +130,10 @@ class DataDependentShape(OpConstraint):
         name, op = name_of(node), overload_of(node)
         if name in op_lists.DATA_DEPENDENT or _is_data_dependent_module(node):
             return describe_call(node)
+        if name in op_lists.SELECTING:
+            return f"{describe_call(node)} selects by a mask"
+        if name == "isin" and (many := _looked_for_by_unique(node)):
+            return f"{describe_call(node)} with {many} values to look for"
         if name in _INDEXING:
             mask = next((index for index in _indices(node) if is_mask(index)), None)
             return None if mask is None else f"{describe_call(node)} with the boolean mask {mask}"
@@ -260,6 +266,19 @@ def is_mask(index: Any) -> bool:
     return name in op_lists.MASK_MAKERS
 
 
+def is_factorised_by_magma(sizes: Sequence[int]) -> bool:
+    """Return whether ATen leaves the LU factorisation of matrices of these sizes to MAGMA, which waits for the device.
+
+    The choice is ATen's, ``lu_factor`` in ``aten/src/ATen/native/cuda/linalg/BatchLinearAlgebra.cpp``, where
+    ``torch.backends.cuda.preferred_linalg_library`` is not set.
+    """
+    if len(sizes) < 2 or 0 in sizes:
+        return False
+    *batch, rows, columns = sizes
+    count = math.prod(batch)
+    return not (rows == columns and (count == 1 or rows <= 16 or (rows <= 128 and count <= 16)))
+
+
 def _names(devices: set[torch.device]) -> str:
     return " and ".join(sorted(str(device) for device in devices))
 
@@ -280,9 +299,67 @@ def _indices(node: Node) -> Iterator[Any]:
     yield from index if isinstance(index, (tuple, list)) else (index,)
 
 
-def _repeats_from_data(node: Node) -> bool:
+def _linear_algebra(node: Node, name: str) -> str | None:
+    """What linear algebra does with the host, or None."""
+    looks = "looks at its own result on the host"
+    if name in op_lists.STATUS_ON_HOST or (name in op_lists.STATUS_UNLESS_EMPTY and not _is_empty(node)):
+        return looks
+    if _keyword(node, "check_errors") is True:
+        return f"with check_errors {looks}"
+    if name in op_lists.INVERTING and isinstance(power := argument(node, "n", 1), int) and power < 0:
+        return f"with a negative power {looks}"
+    order = node.kwargs.get("p", argument(node, "ord", 1))
+    if order in op_lists.SINGULAR_VALUES_FOR.get(name, ()):
+        return f"of order {order!r} {looks}"
+    if name in op_lists.WAITS_UNLESS_EMPTY and not _is_empty(node):
+        return "waits for the device"
+    sizes = _first_sizes(node) if name in op_lists.LU_FACTORISING else None
+    return f"of shape {sizes} waits for the device" if sizes and is_factorised_by_magma(sizes) else None
+
+
+def _keyword(node: Node, name: str) -> Any:
+    """An argument that Python takes by keyword alone."""
     op = overload_of(node)
-    size = node.kwargs.get("output_size") if op is None else schema_argument(node, op, "output_size")
+    return node.kwargs.get(name) if op is None else schema_argument(node, op, name)
+
+
+def _sizes(arg: Any) -> tuple[int, ...] | None:
+    """The sizes of an argument that is a tensor, where these are known as numbers."""
+    value = constant_of(arg) if isinstance(arg, Node) else arg
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape)
+
+
+def _first_sizes(node: Node) -> tuple[int, ...] | None:
+    """The sizes of the first tensor that a call reads, where these are known as numbers."""
+    return _sizes(next(iter(node.all_input_nodes), None))
+
+
+def _is_empty(node: Node) -> bool:
+    sizes = _first_sizes(node)
+    return sizes is not None and 0 in sizes
+
+
+def _checks_lengths(node: Node) -> bool:
+    has_lengths = _keyword(node, "lengths") is not None and _keyword(node, "offsets") is None
+    return has_lengths and not _keyword(node, "unsafe")
+
+
+def _looked_for_by_unique(node: Node) -> int:
+    """How many values an ``isin`` looks for, if they are so many that it sorts them, and 0 else."""
+    elements, wanted = (argument(node, name, place) for place, name in enumerate(("elements", "test_elements")))
+    number = isinstance(elements, (int, float, complex))
+    sizes, wanted_sizes = (() if number else _sizes(elements)), _sizes(wanted)
+    if sizes is None or wanted_sizes is None or _keyword(node, "assume_unique"):
+        return 0
+    count, many = math.prod(sizes), math.prod(wanted_sizes)
+    # ATen's own bound (aten/src/ATen/native/TensorCompare.cpp), and numpy's.
+    return many if count and many >= int(10 * count**0.145) else 0
+
+
+def _repeats_from_data(node: Node) -> bool:
+    size = _keyword(node, "output_size")
     alone = len(node.args) + ("repeats" in node.kwargs) == 1
     repeats = argument(node, "repeats", 0 if alone else 1)
     return size is None and isinstance(repeats, Node) and not isinstance(value_of(repeats), (int, torch.SymInt))

@@ -38,8 +38,36 @@ STATUS_ON_HOST: frozenset[str] = frozenset(
     | {"linalg_lu_factor", "linalg_ldl_factor", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"}
     | {"matrix_exp", "linalg_matrix_exp"}
 )
-"""Plain names of linear algebra that looks at the solver's status on the host (the ``_ex`` variants do not), or, as
-``matrix_exp`` does, at norms to choose the degree of its polynomial."""
+"""Plain names of linear algebra that looks at the solver's status on the host (the ``_ex`` variants do not, unless with
+``check_errors=True``), or, as ``matrix_exp`` does, at norms to choose the degree of its polynomial."""
+
+STATUS_UNLESS_EMPTY: frozenset[str] = frozenset(
+    {"svd", "linalg_svd", "_linalg_svd", "linalg_svdvals", "svd_lowrank", "pca_lowrank", "nuclear_norm"}
+    | {"pinverse", "linalg_pinv", "linalg_matrix_rank", "linalg_eigh", "linalg_eigvalsh", "_linalg_eigh"}
+)
+"""Plain names of what computes singular values or the eigenvalues of a symmetric matrix. Both look at the solver's
+status on the host, with any driver, and of the singular values also whether they have converged; there are no variants
+that do not. Matrices without elements never get there."""
+
+SINGULAR_VALUES_FOR: dict[str, tuple[object, ...]] = {
+    "linalg_cond": (None, 2, -2, "nuc"),
+    "linalg_matrix_norm": ("nuc", 2, -2),
+    "linalg_norm": ("nuc",),
+    "norm": ("nuc",),
+}
+"""Plain names of what computes singular values for these orders, its second argument (``ord``, or ``p``). What a 2
+means to ``linalg_norm`` depends on the dimensions."""
+
+WAITS_UNLESS_EMPTY: frozenset[str] = frozenset({"linalg_ldl_factor_ex", "linalg_ldl_solve"})
+"""Plain names of what waits for the device inside: ``ldl_solve`` calls ``cudaDeviceSynchronize``, and cuSOLVER's
+``sytrf``, of which ``ldl_factor_ex`` consists, fails in a capture. Matrices without elements never get there."""
+
+LU_FACTORISING: frozenset[str] = frozenset(
+    {"linalg_lu_factor_ex", "linalg_lu", "_lu_with_info", "linalg_solve_ex", "_linalg_solve_ex", "linalg_inv_ex"}
+    | {"det", "linalg_det", "_linalg_det", "slogdet", "linalg_slogdet", "_linalg_slogdet", "logdet"}
+)
+"""Plain names of what factorises its first argument as LU. cuSOLVER and cuBLAS do that on the stream; to MAGMA, which
+ATen prefers for some shapes, belongs a ``cudaDeviceSynchronize``. See `capturable_ops.is_factorised_by_magma`."""
 
 INVERTING: frozenset[str] = frozenset({"matrix_power", "linalg_matrix_power"})
 """Plain names of what inverts its argument, and looks at the status, for a negative power."""
@@ -55,6 +83,9 @@ DATA_DEPENDENT: frozenset[str] = frozenset(
     | {"unique", "unique_consecutive", "unique_dim", "_unique", "_unique2", "unique_dim_consecutive"}
 )
 """Plain names of ops whose output shape depends on values, whatever the arguments, by torch's own tags."""
+
+SELECTING: frozenset[str] = frozenset({"masked_scatter_backward"})
+"""Plain names of ops of a fixed output shape that call ``masked_select`` inside."""
 
 DATA_DEPENDENT_MODULES: tuple[type[torch.nn.Module], ...] = (torch.nn.AdaptiveLogSoftmaxWithLoss, torch.nn.CTCLoss)
 """Leaf modules of torch.nn that call such an op inside: AdaptiveLogSoftmaxWithLoss nonzero, CTCLoss the lengths on

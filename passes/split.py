@@ -54,9 +54,18 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
         if may_draw(node):
             ordered.append("random numbers")
         least = max([least, *(last_of.get(key, 0) for key in ordered)])
-        stages[node] = least + (least % 2 == 0) if node in eager else least + least % 2
+        runs_eagerly = node in eager or _takes_apart_what_runs_eagerly(node, stages)
+        stages[node] = least + (least % 2 == 0) if runs_eagerly else least + least % 2
         last_of.update({key: max(stages[node], last_of.get(key, 0)) for key in ordered})
     return stages
+
+
+def _takes_apart_what_runs_eagerly(node: Node, stages: dict[Node, int]) -> bool:
+    """Whether the node gives an element of an eager op's tuple; captured regions take tensors only."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, Node) or not isinstance(value_of(source), (tuple, list)):
+        return False
+    return stages.get(source, 0) % 2 == 1
 
 
 def split(gm: GraphModule, stages: dict[Node, int]) -> GraphModule:

@@ -363,6 +363,26 @@ EXPRESSIONS: dict[str, tuple[str, ...]] = {
     "x.matrix_power(2)": (),
     "torch.linalg.lstsq(x, y)": ("data-dependent-shape",),
     "torch.nn.functional.ctc_loss(x, y, (1,), (1,))": ("data-dependent-shape",),
+    "torch.svd(x)": ("host-sync",),
+    "torch.linalg.svdvals(x)": ("host-sync",),
+    "torch.linalg.eigh(x)": ("host-sync",),
+    "torch.linalg.qr(x)": (),
+    "torch.linalg.cond(x)": ("host-sync",),
+    "torch.linalg.cond(x, p='nuc')": ("host-sync",),
+    "torch.linalg.cond(x, 1)": (),
+    "torch.linalg.matrix_norm(x, ord=2)": ("host-sync",),
+    "torch.linalg.matrix_norm(x)": (),
+    "torch.norm(x, p='nuc')": ("host-sync",),
+    "x.norm(2)": (),
+    "torch.linalg.inv_ex(x, check_errors=True)": ("host-sync",),
+    "torch.linalg.cholesky_ex(x)": (),
+    "torch.linalg.cholesky_ex(x, check_errors=True)": ("host-sync",),
+    "torch.linalg.lu_factor_ex(x)": (),
+    "torch.linalg.ldl_factor_ex(x)": ("host-sync",),
+    "torch.segment_reduce(x, 'sum', lengths=y)": ("host-sync",),
+    "torch.segment_reduce(x, 'sum', lengths=y, unsafe=True)": (),
+    "torch.segment_reduce(x, 'sum', offsets=y)": (),
+    "torch.isin(x, y)": (),
     "torch.dropout(x, 0.5, True)": (),
 }
 
@@ -373,6 +393,82 @@ def test_a_symbolic_trace_is_judged_by_what_it_shows(expression: str, expected: 
     exec(f"def forward(x, y):\n    return {expression}\n", scope)
     gm = GraphModule(torch.nn.Module(), Tracer().trace(scope["forward"]))
     assert ids(gm) == expected
+
+
+SIZES: dict[str, tuple[Any, tuple[tuple[int, ...], ...], dict[str, Any], str | None]] = {
+    "svd": (aten._linalg_svd.default, ((2, 2),), {}, "looks at its own result on the host"),
+    "svd with another driver": (
+        aten._linalg_svd.default,
+        ((2, 2),),
+        {"driver": "gesvd"},
+        "looks at its own result on the host",
+    ),
+    "svd of nothing": (aten._linalg_svd.default, ((3, 0),), {}, None),
+    "eigh": (aten._linalg_eigh.default, ((4, 2, 2),), {}, "looks at its own result on the host"),
+    "eigh of nothing": (aten._linalg_eigh.default, ((0, 2, 2),), {}, None),
+    "ldl": (aten.linalg_ldl_factor_ex.default, ((2, 2),), {}, "waits for the device"),
+    "ldl of nothing": (aten.linalg_ldl_factor_ex.default, ((0, 0),), {}, None),
+    "ldl solve": (aten.linalg_ldl_solve.default, ((2, 2), (2,), (2, 1)), {}, "waits for the device"),
+    "lu of a wide matrix": (aten.linalg_lu.default, ((2, 3),), {}, "of shape (2, 3) waits for the device"),
+    "lu of a square matrix": (aten.linalg_lu.default, ((1, 600, 600),), {}, None),
+    "lu of nothing": (aten.linalg_lu.default, ((0, 2, 3),), {}, None),
+    "many small matrices": (aten.linalg_inv_ex.default, ((500, 16, 16),), {}, None),
+    "few matrices": (aten._linalg_solve_ex.default, ((4, 4, 128, 128), (4, 4, 128)), {}, None),
+    "many matrices": (aten._linalg_det.default, ((17, 17, 17),), {}, "of shape (17, 17, 17) waits for the device"),
+    "large matrices": (
+        aten._linalg_slogdet.default,
+        ((2, 129, 129),),
+        {},
+        "of shape (2, 129, 129) waits for the device",
+    ),
+    "checked": (
+        aten.linalg_inv_ex.default,
+        ((2, 2),),
+        {"check_errors": True},
+        "with check_errors looks at its own result on the host",
+    ),
+    "checked by default": (
+        aten._lu_with_info.default,
+        ((2, 2),),
+        {},
+        "with check_errors looks at its own result on the host",
+    ),
+    "lengths": (
+        aten.segment_reduce.default,
+        ((5,),),
+        {"reduce": "sum", "lengths": torch.tensor([2, 3])},
+        "without unsafe=True checks the lengths on the host",
+    ),
+    "unsafe lengths": (
+        aten.segment_reduce.default,
+        ((5,),),
+        {"reduce": "sum", "lengths": torch.tensor([2, 3]), "unsafe": True},
+        None,
+    ),
+    "looks for 9": (aten.isin.Tensor_Tensor, ((1,), (9,)), {}, None),
+    "looks for 10": (aten.isin.Tensor_Tensor, ((1,), (10,)), {}, "with 10 values to look for"),
+    "looks for 10 in more": (aten.isin.Tensor_Tensor, ((2,), (10,)), {}, None),
+    "looks for 10 in nothing": (aten.isin.Tensor_Tensor, ((0,), (10,)), {}, None),
+    "looks for 10, said to be unique": (aten.isin.Tensor_Tensor, ((1,), (10,)), {"assume_unique": True}, None),
+    "derivative of masked_scatter": (aten.masked_scatter_backward.default, ((4,), (4,)), {}, "selects by a mask"),
+}
+
+
+@pytest.mark.parametrize(("op", "shapes", "options", "expected"), SIZES.values(), ids=SIZES.keys())
+def test_sizes_and_options_decide(op: Any, shapes: Any, options: dict[str, Any], expected: str | None) -> None:
+    gm = by_hand(op, *(fake(*shape) for shape in shapes), **options)
+    assert [violation.observed for violation in check(gm).violations] == ([f"{op} {expected}"] if expected else [])
+
+
+def test_a_number_that_is_looked_for_in_many_is_one_element() -> None:
+    assert ids(by_hand(aten.isin.Scalar_Tensor, 2, fake(10))) == ("data-dependent-shape",)
+    assert ids(by_hand(aten.isin.Scalar_Tensor, 2, fake(9))) == ()
+
+
+def test_sizes_that_are_not_known_are_not_guessed_at() -> None:
+    for mode, expected in (("fake", ("host-sync",)), ("symbolic", ())):
+        gm = make_fx(lambda x: torch.linalg.lu_factor_ex(x)[0], tracing_mode=mode)(torch.ones(17, 17, 17))
+        assert ids(gm) == expected
 
 
 def test_a_mask_that_is_written_through_is_found_as_well() -> None:
@@ -781,6 +877,8 @@ def test_an_index_put_is_refused_exactly_where_torch_refuses_it(op: OpOverload, 
 
 
 PLAIN = op_lists.READS_TO_HOST | op_lists.CHECKS_ON_HOST | op_lists.STATUS_ON_HOST | op_lists.DATA_DEPENDENT
+PLAIN |= op_lists.STATUS_UNLESS_EMPTY | op_lists.WAITS_UNLESS_EMPTY | op_lists.LU_FACTORISING | op_lists.SELECTING
+PLAIN |= op_lists.SINGULAR_VALUES_FOR.keys()
 PLAIN |= (
     op_lists.INVERTING | op_lists.EXOTIC_LAYOUT | op_lists.HOST_BOUNDS | op_lists.MASK_MAKERS | op_lists.MASK_COMBINERS
 )

@@ -17,7 +17,7 @@ pytest.importorskip("tabulate")
 from torch.testing._internal.opinfo.core import SampleInput
 
 from conformance import __main__ as command_line
-from conformance import captures, captures_table, workers
+from conformance import captures, captures_table, in_worker, workers
 from conformance.captures import AGREE, CAPTURES, FAILS, LAXER, STRICTER, WRONG, Case, Step
 from conformance.compare import Strictness
 
@@ -131,6 +131,46 @@ def test_other_values_must_fit() -> None:
     assert captures.others(step, SampleInput(leaf(5.0, 6.0))) is None
 
 
+def test_other_values_of_the_host_stand_beside_those_of_a_device() -> None:
+    length, far = torch.tensor(2), torch.empty(3, device="meta")
+    assert captures.others_on_host([length]) is None
+    assert captures.others_on_host([far]) is None
+    assert captures.others_on_host([far, torch.tensor(True)]) is None
+    x, lower = captures.others_on_host([far, length]) or ()
+    assert x is far and (lower.item(), length.item()) == (1, 2)
+
+
+def run_sample(monkeypatch: pytest.MonkeyPatch, graph: Any, bare: Any, function: Any) -> dict[str, Any]:
+    """A sample as on a GPU, with these in the places of the captures of the graph and of the bare op."""
+    monkeypatch.setattr(captures, "capture_cuda", bare)
+    monkeypatch.setattr(captures, "capture_graph", lambda gm, statics, device: graph(gm, statics))
+    sample, fresh = (SampleInput(torch.full((2, 2), value)) for value in (1.0, 2.0))
+    return captures.run_sample(function, sample, fresh, "cuda", lambda stage: None)
+
+
+def untried(*_: Any) -> captures.Captured:
+    raise AssertionError("nothing may be captured here")
+
+
+def test_the_graph_of_what_is_allowed_is_captured_before_the_bare_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    row = run_sample(monkeypatch, faithful, broken, double)
+    assert (row["graph"], row["relation"]) == (CAPTURES, AGREE)
+    assert row["raw"].startswith(f"{FAILS}: RuntimeError")
+    row = run_sample(monkeypatch, broken, untried, double)
+    assert row["graph"].startswith(f"{FAILS}: RuntimeError") and row["relation"] == LAXER
+    assert row["raw"] == f"{FAILS}: not tried after its graph"
+    row = run_sample(monkeypatch, frozen, faithful, double)
+    assert row["graph"].startswith(f"{WRONG}: on other values") and (row["raw"], row["relation"]) == (CAPTURES, LAXER)
+
+
+def test_the_graph_of_what_is_refused_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = run_sample(monkeypatch, untried, broken, torch.nonzero)
+    assert (row["ids"], row["graph"], row["relation"]) == (["data-dependent-shape"], "", AGREE)
+
+
 # -- verdicts and relations -------------------------------------------------------------------------------------------
 
 
@@ -168,6 +208,19 @@ def test_relations(said: str, ids: list[str], expected: str) -> None:
     assert captures.relation(said, ids) == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "graph", "expected"),
+    [
+        (f"{FAILS}: x", CAPTURES, AGREE),
+        (f"{WRONG}: x", CAPTURES, AGREE),
+        (CAPTURES, f"{WRONG}: x", LAXER),
+        (f"{FAILS}: x", f"{FAILS}: x", LAXER),
+    ],
+)
+def test_what_is_allowed_is_the_graph(said: str, graph: str, expected: str) -> None:
+    assert captures.relation(said, [], graph) == expected
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -185,8 +238,7 @@ def test_a_difference_needs_a_reason_for_every_rule_and_laxity_one_of_its_own(mo
     assert said("any", ["a-rule", "b-rule"], STRICTER, "cuda (x)") is None
     assert said("any", ["b-rule"], STRICTER, "cpu (x)") == captures_table.CPU
     assert said("lax", [], LAXER, "cuda (x)") == "known"
-    monkeypatch.setattr(captures_table, "ON_CPU", {"any": "traced"})
-    assert said("any", [], LAXER, "cpu (x)") == "traced" and said("any", [], LAXER, "cuda (x)") is None
+    assert said("lax", [], LAXER, "cpu (x)") == "known"
     assert said("other", [], LAXER, "cpu (x)") is None
 
 
@@ -205,6 +257,33 @@ def test_what_has_no_reason_is_listed() -> None:
         "laxer: lax: fails: no; allowed",
         "stricter: strict: captures; host-sync",
     ]
+
+
+def test_a_bare_op_that_is_not_captured_is_listed_with_its_reason() -> None:
+    known, unknown = (f"{FAILS}: {text}" for text in (next(iter(captures_table.BARE)), "something else"))
+    rows = [row("moved", known, [], graph=CAPTURES), row("odd", unknown, [], graph=CAPTURES)]
+    for one in rows:
+        one["samples"][0]["relation"] = one["outcome"] = AGREE
+    assert captures_table.why_bare(rows[0]["samples"][0]) == next(iter(captures_table.BARE.values()))
+    assert captures_table.unjustified(rows, "cuda") == [f"only its graph captures: odd: {unknown}"]
+
+
+def test_the_page_counts_the_graph_and_lists_the_bare_op(tmp_path: Path) -> None:
+    message = f"{FAILS}: {next(iter(captures_table.BARE))} during a capture"
+    moved = {**row("moved", message, [], graph=CAPTURES), "case": "moved", "outcome": AGREE, "date": "", "revision": ""}
+    moved["samples"][0]["relation"] = AGREE
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in ({"case": "environment", "device": "cuda (x)"}, moved)))
+    lines = captures_table.page(path).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert ["captures", "1", "0"] in cells and ["fails", "0", "0"] in cells
+    below = cells[lines.index("## Allowed: the bare op is not captured, its graph is") :]
+    assert ["moved", "float32", "0", message, next(iter(captures_table.BARE.values()))] in below
+
+
+def test_a_graph_that_fails_is_what_is_told() -> None:
+    rows = [row("hole", f"{FAILS}: not tried after its graph", [], graph=f"{FAILS}: no")]
+    assert captures_table.unjustified(rows, "cuda") == ["laxer: hole: its graph fails: no; allowed"]
 
 
 @pytest.mark.parametrize(("verdict", "relation"), [("host-sync, collective", AGREE), ("allowed", LAXER)])
@@ -242,6 +321,14 @@ def test_the_command_lists_differences(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2 ops, 0 differences without a reason" in capsys.readouterr().out
 
 
+def test_rows_of_other_ops_are_kept_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep("cpu", tmp_path, "mul", "nonzero")
+    command = ["captures", "--only", "mul", "--update", "--results", str(tmp_path / "rows.jsonl")]
+    assert command_line.main(command) == 0
+    assert "2 ops, 0 differences without a reason" in capsys.readouterr().out
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 4  # the environment, three rows, the last of mul
+
+
 @pytest.mark.cuda
 def test_on_a_gpu_a_failed_capture_ends_its_process_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows, _ = sweep("cuda", tmp_path, "nonzero", "bernoulli", "mul")
@@ -249,6 +336,82 @@ def test_on_a_gpu_a_failed_capture_ends_its_process_alone(tmp_path: Path, capsys
     assert "import everything themselves" not in capsys.readouterr().err  # the forks' parent has left CUDA alone
     assert rows["nonzero"]["samples"][0]["raw"].startswith(FAILS) and rows["nonzero"]["retire"]
     assert [rows[name]["samples"][0]["raw"] for name in ("bernoulli", "mul")] == [CAPTURES] * 2
+
+
+def matrices(*shape: int) -> Any:
+    """Of these sizes, well conditioned."""
+    return lambda device, seed: (seed * 0.1 + torch.eye(*shape[-2:], device=device).expand(shape),)
+
+
+def whole(*sizes: int) -> Any:
+    """A vector of whole numbers for each of these lengths."""
+    return lambda device, seed: tuple(torch.arange(size, device=device) * seed for size in sizes)
+
+
+def segments(device: str, seed: int) -> tuple[torch.Tensor, ...]:
+    return torch.full((5,), float(seed), device=device), torch.tensor([2, 3], device=device)
+
+
+BORDERS: dict[str, tuple[Any, Any, bool]] = {
+    "lu, one": (lambda x: torch.linalg.lu_factor_ex(x), matrices(600, 600), True),
+    "lu, one in a batch": (lambda x: torch.linalg.lu_factor_ex(x), matrices(1, 17, 17), True),
+    "lu, many of 16": (lambda x: torch.linalg.lu_factor_ex(x), matrices(500, 16, 16), True),
+    "lu, 16 of 128": (lambda x: torch.linalg.lu_factor_ex(x), matrices(16, 128, 128), True),
+    "lu, 17 of 17": (lambda x: torch.linalg.lu_factor_ex(x), matrices(17, 17, 17), False),
+    "lu, two of 129": (lambda x: torch.linalg.lu_factor_ex(x), matrices(2, 129, 129), False),
+    "lu, wide": (lambda x: torch.linalg.lu_factor_ex(x), matrices(2, 3), False),
+    "det": (lambda x: torch.linalg.det(x), matrices(17, 17, 17), False),
+    "slogdet": (lambda x: torch.linalg.slogdet(x), matrices(17, 17, 17), False),
+    "inverse": (lambda x: torch.linalg.inv_ex(x), matrices(17, 17, 17), False),
+    "inverse, small": (lambda x: torch.linalg.inv_ex(x), matrices(17, 16, 16), True),
+    "inverse, checked": (lambda x: torch.linalg.inv_ex(x, check_errors=True), matrices(5, 5), False),
+    "cholesky, batched": (lambda x: torch.linalg.cholesky_ex(x), matrices(4, 5, 5), True),
+    "cholesky, checked": (lambda x: torch.linalg.cholesky_ex(x, check_errors=True), matrices(5, 5), False),
+    "svd, batched": (lambda x: torch.linalg.svdvals(x), matrices(4, 5, 5), False),
+    "svd, large": (lambda x: torch.linalg.svdvals(x), matrices(40, 40), False),
+    "svd, empty": (lambda x: torch.linalg.svdvals(x), matrices(3, 0), True),
+    "eigh, batched": (lambda x: torch.linalg.eigvalsh(x), matrices(4, 5, 5), False),
+    "eigh, larger": (lambda x: torch.linalg.eigvalsh(x), matrices(40, 40), False),
+    "eigh, empty": (lambda x: torch.linalg.eigvalsh(x), matrices(0, 5, 5), True),
+    "ldl, empty": (lambda x: torch.linalg.ldl_factor_ex(x), matrices(0, 0), True),
+    "isin, 9": (lambda x, y: torch.isin(x, y), whole(1, 9), True),
+    "isin, 10": (lambda x, y: torch.isin(x, y), whole(1, 10), False),
+    "isin, 10 in two": (lambda x, y: torch.isin(x, y), whole(2, 10), True),
+    "isin, unique": (lambda x, y: torch.isin(x, y, assume_unique=True), whole(5, 20), True),
+    "segments, checked": (lambda x, n: torch.segment_reduce(x, "sum", lengths=n), segments, False),
+    "segments": (lambda x, n: torch.segment_reduce(x, "sum", lengths=n, unsafe=True), segments, True),
+}
+"""What a rule asks of sizes and options, on either side of its border: op, values by device and seed, if allowed."""
+
+
+def border(name: str, device: str, report: Any = lambda _: None) -> dict[str, Any]:
+    """The row of a sample on a border; its process is not used again."""
+    function, values, _ = BORDERS[name]
+    sample, fresh = (SampleInput(first, args=tuple(rest)) for first, *rest in (values(device, seed) for seed in (1, 2)))
+    return {"op": name, "retire": True, **captures.run_sample(function, sample, fresh, device, report)}
+
+
+def border_on_gpu(case: Case, report: Any) -> dict[str, Any]:
+    return border(case.op, "cuda", report)
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_the_verdict_on_either_side_of_a_border(name: str) -> None:
+    row = border(name, "cpu")
+    assert row["raw"] == CAPTURES  # the program itself is right
+    assert (not row["ids"]) == BORDERS[name][2]
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_borders_lie_where_the_rules_say() -> None:
+    prepare = functools.partial(in_worker.prepare_captures, "cuda")
+    cases = [Case(name, "") for name in BORDERS]
+    rows = workers.run(
+        cases, border_on_gpu, prepare, jobs=6, timeout=60, row_of=in_worker.row_of, preload=command_line.PRELOAD
+    )
+    found = {row["op"]: (row.get("relation"), row.get("graph"), row.get("raw"), row.get("reasons")) for row in rows}
+    assert {name: told for name, told in found.items() if told[0] != AGREE} == {}
+    assert found.keys() == BORDERS.keys()
 
 
 def note_process(case: Case, report: Any, *, retire: str) -> dict[str, Any]:

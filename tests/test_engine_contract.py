@@ -344,6 +344,14 @@ def test_unchanged_puts_back_values_versions_and_generators(engine: Engine, devi
     assert torch.equal(torch.get_rng_state(), cpu_rng)
 
 
+def test_unchanged_takes_expanded_tensors(engine: Engine, device: str) -> None:
+    x = torch.randn(1, 3, device=device)
+    before, expanded = x.clone(), x.expand(4, 3)
+    with engine.unchanged([expanded]):
+        x.zero_()
+    assert torch.equal(x, before)
+
+
 # -- a capture that raises --------------------------------------------------------------------------------------------
 
 

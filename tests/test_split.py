@@ -49,6 +49,23 @@ def test_breaks_that_do_not_depend_on_each_other_share_a_stage() -> None:
     assert stages_of(graph, ["cos", "tanh"]) == {"sin": 0, "cos": 1, "tan": 0, "tanh": 1, "add": 2}
 
 
+def test_what_an_eager_op_gives_is_taken_apart_where_it_runs() -> None:
+    def function(x: torch.Tensor) -> Any:
+        values, vectors = torch.linalg.eigh(x.sin())
+        return values.cos(), vectors.cos()[0]
+
+    graph = traced(function, torch.eye(2))
+    stages = stages_of(graph, ["linalg_eigh"])
+    assert {name: stage for name, stage in stages.items() if name.startswith("getitem")} == {
+        "getitem": 1,
+        "getitem_1": 1,
+        "getitem_2": 2,
+    }
+    glue = split(graph, assign_stages(graph, named(graph, "linalg_eigh")))
+    given = [node.meta.get("example_value") for node in glue.submod_2.graph.find_nodes(op="placeholder")]
+    assert all(isinstance(value, torch.Tensor) for value in given) and len(given) == 2
+
+
 def test_random_ops_keep_their_order() -> None:
     graph = traced(lambda x: (F.dropout(x.sin()).cos(), F.dropout(x), x.exp()), torch.ones(2))
     assert stages_of(graph, ["sin"]) == {"sin": 1, "dropout": 2, "cos": 2, "dropout_1": 2, "exp": 0}
