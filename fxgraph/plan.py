@@ -30,7 +30,6 @@ from .effects import (
 )
 from .trace import InputSpec, JointGraph, OutputKind, output_args
 
-
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 """Takes some elements of a sequence."""
 
