@@ -109,7 +109,11 @@ class GraphedCallable:
             if traced.check(names):
                 if traced is not self._traced[0]:
                     self._traced = [traced, *(other for other in self._traced if other is not traced)]
-                return traced.call(*self._bound_self, *args, **kwargs)
+                try:
+                    return traced.call(*self._bound_self, *args, **kwargs)
+                except Exception as error:
+                    if not traced.trace.does_not_fit(error):
+                        raise
         if self._looks_to_capture:
             self._capture_looks()
             return self(*args, **kwargs)
@@ -207,7 +211,7 @@ class GraphedCallable:
                 "new-signature",
                 f"{self.name} was called in a way for which nothing is captured",
                 where=self._where(),
-                observed="; ".join(dict.fromkeys(traced.trace.why_not(names) for traced in self._traced))
+                observed="; ".join(dict.fromkeys(traced.trace.why_not(names, args, kwargs) for traced in self._traced))
                 or "no capture",
                 expected="the shapes, dtypes, strides, devices, modes and Python state of a sample",
                 hint="graph it with such a sample too, or use on_new_signature='capture' or 'eager'",

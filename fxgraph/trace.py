@@ -142,15 +142,33 @@ class PythonTrace:
     def __init__(self, function: types.FunctionType | types.MethodType, reading: dynamo.Reading) -> None:
         self.graph = reading.graph
         self.specs = tuple(spec_of(source) for source in reading.sources)
-        self.check = reading.check
-        self.why_not = reading.why_not
+        self.check, self.does_not_fit = reading.check, reading.does_not_fit
         self._reading = reading
         self._self = (function.__self__,) if isinstance(function, types.MethodType) else ()
 
     def bind(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
-        """A function with the callable's arguments that calls ``run_graph(*flat inputs)`` in place of the tensor
-        ops."""
-        return self._reading.bind(run_graph)
+        """A function with the callable's arguments that calls ``run_graph(*flat inputs)`` in place of the tensor ops.
+
+        Also where ``check`` holds, what the function raises may say that the call is another one
+        (``does_not_fit(error)``); nothing has happened then.
+        """
+        return self._reading.bind(self._reading.checked(run_graph))
+
+    def watch(self, inputs: Sequence[Any]) -> None:
+        """From now on calls whose flat inputs do not look like these do not fit."""
+        self._reading.watch(inputs)
+
+    def why_not(self, names: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The guards that a call fails, one per line."""
+        reasons = self._reading.why_not(names)
+        if reasons or self.graph is None:
+            return reasons
+        try:
+            return self._reading.why_not_inputs(self.flat_inputs(args, kwargs))
+        except Exception as error:
+            if not self.does_not_fit(error):
+                raise
+            return f"{type(error).__name__}: {error}"  # an input that is not there any more
 
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The graph's inputs for these arguments; no side effect of the user's Python happens."""
@@ -159,7 +177,7 @@ class PythonTrace:
             raise _FlatInputs(inputs)
 
         try:
-            self.bind(stop)(*self._self, *args, **kwargs)
+            self._reading.bind(stop)(*self._self, *args, **kwargs)
         except _FlatInputs as found:
             return found.inputs
         raise AssertionError("the traced callable returned without calling its graph")
@@ -173,9 +191,9 @@ class _FlatInputs(Exception):
 
 def spec_of(source: str) -> InputSpec:
     """The description of an input from the Python expression that finds it."""
-    if "._parameters[" in source:
+    if dynamo.is_parameter(source):
         return InputSpec(InputKind.PARAMETER, source)
-    if "._buffers[" in source:
+    if dynamo.is_buffer(source):
         return InputSpec(InputKind.BUFFER, source)
     return InputSpec(InputKind.USER_INPUT, source)
 
@@ -192,7 +210,7 @@ def read(
         BaseException: what the callable itself raises, with a note of the stage.
     """
     try:
-        return PythonTrace(function, dynamo.read(function, args, kwargs, **config))
+        traced = PythonTrace(function, dynamo.read(function, args, kwargs, **config))
     except (*dynamo.ReadErrors, dynamo.Miscompiled) as error:
         op = dynamo.op_without_fake(error)
         if op is None and dynamo.op_failed(error):
@@ -221,6 +239,9 @@ def read(
             expected="Python whose course depends on shapes and constants only",
             hint="move this piece out of the callable, or leave on_uncapturable='split' to capture around it",
         ) from error
+    if traced.graph is not None:
+        traced.watch(traced.flat_inputs(args, kwargs))
+    return traced
 
 
 def first_line(error: BaseException) -> str:

@@ -833,6 +833,10 @@ def _set_data(tensor: torch.Tensor) -> None:
     tensor.data = torch.ones_like(tensor)
 
 
+def _set_strides(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.as_strided(tensor.size(), (1, tensor.size(0)))
+
+
 def _freeze(side: Side, on: bool, name: str = "inner") -> None:
     getattr(side.module, name).requires_grad_(not on)
 
@@ -885,6 +889,8 @@ CHANGES: dict[str, Callable[[Side], Any]] = {
     "an inner module replaced": _replace("act", nn.ReLU),
     "an inner module with parameters replaced": _replace("outer", lambda: nn.Linear(4, 3)),
     "an inner module's forward replaced": lambda side: setattr(side.module.act, "forward", torch.relu),
+    "another class of an inner module": lambda side: setattr(side.module.act, "__class__", nn.Sigmoid),
+    "other strides in the same memory": lambda side: _set_strides(side.module.inner.weight),
     "double and back": lambda side: side.module.double().float() and None,
     "a hook on an inner module": _hook,
     "a pre-hook on an inner module": lambda side: _hook(side, pre=True),
@@ -893,6 +899,8 @@ CHANGES: dict[str, Callable[[Side], Any]] = {
 }  # fmt: skip
 
 
+# Where a parameter's strides are others than its gradient's, torch says once that this may be slow.
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda name: name.replace(" ", "-"))
 def test_i5_a_change_of_the_modules_state_is_seen_at_the_next_call(change: str, device: str) -> None:
     twins = Twins(Net(), rows(device), device=device)

@@ -230,7 +230,7 @@ def test_a_constant_is_part_of_the_trace_and_guarded() -> None:
     for other in ({"scale": 3.0}, {"mode": "b"}, {"scale": 2}, {"x": torch.ones(3)}, {"x": torch.ones(2).double()}):
         call = {"x": x, "scale": 2.0, "mode": "a", "place": None, **other}
         assert not traced.check(call), other
-        assert traced.why_not(call), other
+        assert traced.why_not(call, (), call), other
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,38 @@
 The same path serves ``torch.compile(...).aot_compile`` in torch itself. What comes out: an FX graph of torch-level
 calls, the places in the user's objects where its inputs are found, guards over all Python state that was read, and
 bytecode that finds the inputs, calls the graph, redoes the Python side effects and rebuilds the outputs.
+
+Note [What guards cost]
+
+Dynamo's guards are a tree that is walked at every call. On a model of many small modules that is most of what a call
+costs, and more so in a training loop, where the tree has left the processor's caches since the last call. Two things
+are done about it.
+
+* Parameters and buffers that the graph takes are not in the tree. The bytecode finds them anyway; one call in C++ then
+  compares all of them just before the graph would run (``TensorGuards``: the checks of ``TENSOR_MATCH``, and that no
+  two are the same tensor). Where the bytecode does not even find one, the guards do not hold either.
+* From Python 3.12 on Dynamo passes over modules whose dictionaries nobody has written since it last looked
+  (``PyDict_Watch``; before, it compares addresses that may dangle, so torch 2.13 has that off). What it does not see is
+  compared here: tensors, as said, and the classes of modules. Functions may be given other defaults: they are never
+  passed over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import itertools
 import re
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
 from torch._C._dynamo import eval_frame
+from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -39,7 +56,10 @@ ReadErrors = (exc.TorchDynamoException,)
 # record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
+_PASSES_OVER = "use_recursive_dict_tags_for_guards"
 _UNSAFE = (
+    "assume_dunder_attributes_remain_unchanged",
+    "skip_guards_on_constant_func_defaults",
     "rewrite_assert_with_torch_assert",
     "skip_nnmodule_hook_guards",
     "skip_no_tensor_aliasing_guards_on_parameters",
@@ -47,6 +67,9 @@ _UNSAFE = (
 )
 _STRICT: dict[str, Any] = {
     **dict.fromkeys(_UNSAFE, False),
+    # See Note [What guards cost].
+    _PASSES_OVER: sys.version_info >= (3, 12),
+    "max_saved_pointers_for_recursive_dict_tags_check": sys.maxsize,
     "assume_static_by_default": True,
     "automatic_dynamic_shapes": False,
     "specialize_int": True,
@@ -78,9 +101,17 @@ class Reading:
         backend_input = capture.backend_input
         self.graph: torch.fx.GraphModule | None = None
         self.sources: list[str] = []
+        output_graph = capture.graph_capture_output.output_graph
+        modules = _guarded_modules(output_graph) if _STRICT[_PASSES_OVER] else []
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
+            at_once = {source for source in self.sources if is_parameter(source) or is_buffer(source)}
+            output_graph.guards.inner = {
+                guard
+                for guard in output_graph.guards.inner
+                if not (guard.create_fn_name() == "TENSOR_MATCH" and guard.name in at_once)
+            }
         with (
             get_metrics_context(),
             dynamo_timed("fxgraph_guards"),
@@ -90,14 +121,74 @@ class Reading:
             _modes_restored(),  # which are guarded too
         ):
             manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
-        self.check: Callable[[dict[str, Any]], bool] = manager.check
         self._manager = manager
+        # Whether the guards hold for these local names, as far as can be said before the graph's inputs are found.
+        self.check: Callable[[dict[str, Any]], bool] = (
+            _with_classes(manager.check, modules) if modules else manager.check
+        )
+        self._tensors: tuple[list[int], Any] | None = None
+        self._calls_graph_at: dict[types.CodeType, int] = {}  # offset in the bytecode of what `bind` has given
         # Of the capture only this is kept: the rest holds the tensors of the call that was read.
         self._environment: Any = None
         if backend_input is not None:
             self._backend_id: str = backend_input.backend_id
             self._environment = capture.graph_capture_output.get_runtime_env()
             self._globals = function.__globals__
+
+    def watch(self, inputs: Sequence[Any]) -> None:
+        """From now on the graph's inputs have to look like these."""
+        places = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+        tensors = [inputs[i] for i in places]
+        sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]
+        self._tensors = (
+            places,
+            TensorGuards(
+                *tensors,
+                dynamic_dims_sizes=sizes,  # type: ignore[arg-type]  # of each tensor (guards.cpp); the stub has one's
+                dynamic_dims_strides=strides,  # type: ignore[arg-type]
+            ),
+        )
+
+    def why_not_inputs(self, inputs: Sequence[Any]) -> str:
+        """Which of these inputs does not look like those that are watched."""
+        places, tensors = self._watched()
+        names = [self.sources[i] for i in places]
+        found = tensors.check_verbose(*[inputs[i] for i in places], tensor_check_names=names)
+        return "" if found is True else str(found)
+
+    def _watched(self) -> tuple[list[int], Any]:
+        assert self._tensors is not None, "watch() comes first"
+        return self._tensors
+
+    def checked(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
+        """``run_graph`` for inputs that look like those that are watched.
+
+        Raises:
+            GuardsFailed: by the function, for others.
+        """
+        places, tensors = self._watched()
+        if not places:
+            return run_graph
+        check, all_of_them = tensors.check, places == list(range(len(self.sources)))
+
+        def run(*inputs: Any) -> Any:
+            if not (check(*inputs) if all_of_them else check(*[inputs[i] for i in places])):
+                raise GuardsFailed
+            return run_graph(*inputs)
+
+        return run
+
+    def does_not_fit(self, error: BaseException) -> bool:
+        """Whether a function that :meth:`bind` gave has raised this because the guards do not hold.
+
+        So it is where an input differs, and where there is none: the bytecode failed before it came to the graph.
+        """
+        if isinstance(error, GuardsFailed):
+            return True
+        step = error.__traceback__
+        while step is not None and step.tb_frame.f_code not in self._calls_graph_at:
+            step = step.tb_next
+        return step is not None and step.tb_lasti < self._calls_graph_at[step.tb_frame.f_code]
 
     def bind(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
         """A function with the original's arguments (``self`` first for methods) that calls ``run_graph`` for the
@@ -110,6 +201,7 @@ class Reading:
         own = f"{self._backend_id}_{next(_numbers)}"
         code = made.__code__
         code = code.replace(co_names=tuple(own if name == self._backend_id else name for name in code.co_names))
+        self._calls_graph_at[code] = _offset_of_call(code, own)
         for name, value in made.__globals__.items():
             if name != self._backend_id:
                 self._globals.setdefault(name, value)
@@ -117,6 +209,7 @@ class Reading:
         bound = types.FunctionType(code, self._globals, made.__name__, made.__defaults__, made.__closure__)
         bound.__kwdefaults__ = made.__kwdefaults__
         weakref.finalize(bound, self._globals.pop, own, None)
+        weakref.finalize(bound, self._calls_graph_at.pop, code, None)
         return bound
 
     def why_not(self, local_names: dict[str, Any]) -> str:
@@ -126,6 +219,49 @@ class Reading:
 
 
 _numbers = itertools.count()
+
+
+class GuardsFailed(Exception):
+    """An input of a graph is not what the graph was read for."""
+
+
+def is_parameter(source: str) -> bool:
+    """Whether a source is that of a module's parameter."""
+    return "._parameters[" in source
+
+
+def is_buffer(source: str) -> bool:
+    """Whether a source is that of a module's buffer."""
+    return "._buffers[" in source
+
+
+def _with_classes(
+    check: Callable[[dict[str, Any]], bool], modules: list[torch.nn.Module]
+) -> Callable[[dict[str, Any]], bool]:
+    types_then = list(map(type, modules))
+    return lambda local_names: list(map(type, modules)) == types_then and check(local_names)
+
+
+def _offset_of_call(code: types.CodeType, name: str) -> int:
+    """Where a global function is called, once, in bytecode without jumps before that."""
+    steps = itertools.dropwhile(lambda step: step.argval != name, dis.get_instructions(code))
+    depth = 0
+    for step in steps:
+        depth += dis.stack_effect(step.opcode, step.arg)
+        if step.opname.startswith("CALL") and depth == 1:  # the function and its arguments have become the result
+            return step.offset
+    raise AssertionError(f"{name} is not called")
+
+
+def _guarded_modules(output_graph: Any) -> list[torch.nn.Module]:
+    """The modules whose class is guarded."""
+    scope = {"L": output_graph.local_scope, "G": output_graph.global_scope}
+    names = {guard.name for guard in output_graph.guards.inner if guard.create_fn_name() == "TYPE_MATCH"}
+    values = [eval(name, scope) for name in names if _PATH.fullmatch(name)]  # Dynamo's own expressions
+    return [value for value in values if isinstance(value, torch.nn.Module)]
+
+
+_PATH = re.compile(r"[LG]\[[^\]]+\](?:\.\w+|\[[^\]]+\])*")
 
 
 @contextlib.contextmanager

@@ -21,19 +21,18 @@ class Held:
     holds them. Views, detached tensors and autograd's saved variables all count.
     """
 
-    __slots__ = ("_baselines", "_storages")
+    __slots__ = ("_addresses", "_baselines", "_storages")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._baselines = [(storage._cdata, _use_count(storage._cdata)) for storage in self._storages]
+        self._addresses = [storage._cdata for storage in self._storages]
+        self._baselines = use_counts(self._addresses)
 
     def any(self) -> bool:
         """Whether somebody else holds at least one of the storages."""
-        for cdata, baseline in self._baselines:  # noqa: SIM110  # twice as quick as any() of a generator
-            if _use_count(cdata) != baseline:
-                return True
-        return False
+        return use_counts(self._addresses) != self._baselines
 
     def which(self) -> list[int]:
         """Indices of the tensors whose storages somebody else holds."""
-        return [i for i, (cdata, baseline) in enumerate(self._baselines) if _use_count(cdata) != baseline]
+        counts = zip(use_counts(self._addresses), self._baselines, strict=True)
+        return [i for i, (count, baseline) in enumerate(counts) if count != baseline]
