@@ -25,10 +25,10 @@ from . import engines, stages, trace
 from ._torch_compat import dynamo
 from ._torch_compat.autograd import forward_ad_level
 from ._torch_compat.fx import compile_now
+from .engines.base import compact
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import FORWARD_MODE, EagerFallbackWarning, Pools, Program
-from .slots import compact
 from .stages import Stages
 
 ALIVE: weakref.WeakSet[GraphedCallable] = weakref.WeakSet()

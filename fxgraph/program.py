@@ -37,10 +37,11 @@ from . import (
 )
 from ._torch_compat.autocast import AutocastState
 from ._torch_compat.autograd import forward_ad_level
+from .engines.base import compact
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
 from .signature import WrittenMemory, guarded_key_of, key_names, key_of, shares_memory
-from .slots import Capture, Slot, compact
+from .slots import Capture, Slot
 
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every program that exists; ``fxgraph.stats()`` sums over it."""

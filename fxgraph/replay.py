@@ -26,11 +26,11 @@ from ._torch_compat.autograd import (
 )
 from ._torch_compat.dynamo import never_read
 from .accumulate import Accumulator, Request, refuse_hooks
-from .engines.base import copy_laid_out, empty_like_layout
+from .engines.base import compact, copy_laid_out, empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
 from .plan import Plan
-from .slots import Capture, Lease, Slot, compact
+from .slots import Capture, Lease, Slot
 
 
 class Call:

@@ -38,7 +38,7 @@ from ._torch_compat.storage import Held
 from .accumulate import Accumulator, Pattern, accumulating_graph
 from .compiling import Regions
 from .engines import CapturedRegion, Engine, Pool
-from .engines.base import copy_all
+from .engines.base import compact, copy_all
 from .plan import Plan
 from .signature import WrittenMemory
 
@@ -422,13 +422,3 @@ def compact_as(value: torch.Tensor, like: torch.Tensor, compacted: torch.Tensor)
         if stride == 0 and size > 1:
             value = value.narrow(dim, 0, 1)
     return value
-
-
-def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its expanded dimensions narrowed to one element: all of its memory, each element once."""
-    if 0 not in tensor.stride():
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

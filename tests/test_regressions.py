@@ -265,10 +265,63 @@ def test_an_output_that_feeds_another_one(name: str, device: str) -> None:
     assert fxgraph.stats(graphed).eager_calls == 0
 
 
-def test_an_op_that_dynamo_takes_apart_rounds_as_in_eager(device: str) -> None:
-    inputs = (torch.randn((), device=device), torch.randn(5, 5, 1, device=device), torch.randn(1, 5, device=device))
-    graphed = fxgraph.make_graphed_callables(lambda a, b, c: torch.addcdiv(a, b, c, value=3.14), inputs)
-    torch.testing.assert_close(graphed(*inputs), torch.addcdiv(*inputs, value=3.14), rtol=0, atol=0)
+TAKEN_APART = {
+    "addcdiv": lambda a, b, c: torch.addcdiv(a, b, c, value=0.3),
+    "addcdiv_": lambda a, b, c: a.clone().addcdiv_(b, c, value=0.3),
+    "addcmul_": lambda a, b, c: a.clone().addcmul_(b, c, value=0.3),
+    "add_": lambda a, b, c: a.clone().add_(b, alpha=0.3),
+    "_foreach_lerp_": lambda a, b, c: [torch._foreach_lerp_([d := a.clone()], [b], 0.3), d][1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True], ids=["make_graphed_callables", "compile"])
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_an_op_that_dynamo_takes_apart_rounds_as_in_eager(
+    name: str, compiled: bool, dtype: torch.dtype, device: str
+) -> None:
+    function = TAKEN_APART[name]
+    inputs = tuple(torch.randn(1000, device=device, dtype=dtype) for _ in range(3))
+    if compiled:
+        graphed = torch.compile(function, backend="graphed")
+    else:
+        graphed = fxgraph.make_graphed_callables(function, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(graphed(*inputs), function(*inputs), rtol=0, atol=0)
+    assert fxgraph.stats(None if compiled else graphed).eager_calls == 0
+
+
+def test_what_dynamo_takes_apart_for_other_backends_is_left_alone(device: str) -> None:
+    a, b, c = (torch.randn(4, device=device) for _ in range(3))
+    function = TAKEN_APART["addcdiv"]
+    torch.compile(function, backend="graphed")(a, b, c)
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+    torch.compile(function, backend=lambda gm, inputs: graphs.append(gm) or gm.forward)(a, b, c)
+    assert not graphs[0].graph.find_nodes(op="call_function", target=torch.addcdiv)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+def test_an_expanded_sample_on_which_only_tracing_fails(device: str) -> None:
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x.baddbmm_(a, b)
+        return x + 1
+
+    a, b = torch.randn(4, 2, 5, device=device), torch.randn(4, 5, 3, device=device)
+    expected, found, sample = (torch.ones(1, 2, 3, device=device).expand(4, 2, 3) for _ in range(3))
+    graphed = fxgraph.make_graphed_callables(function, (sample, a, b))
+    assert torch.equal(sample, torch.ones_like(sample))
+    assert torch.equal(graphed(found, a, b), function(expected, a, b))
+    assert torch.equal(found, expected)
+
+
+def test_a_single_element_with_any_strides(device: str) -> None:
+    x = torch.empty_strided((1, 1), (7, 5), device=device).normal_().requires_grad_()
+    graphed = fxgraph.make_graphed_callables(lambda x: torch.flip(x, [0]), (x,))
+    graphed(x).sum().backward()
+    assert torch.equal(graphed(x), x)
+    assert x.grad == 1
+    assert fxgraph.stats(graphed).eager_calls == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")

@@ -69,6 +69,8 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch.fx._lazy_graph_module._LazyGraphModule.force_recompile", ["gm"]),
     ("torch._dynamo.exc.Unsupported", []),
     ("torch._dynamo.guards.profile_guard_manager", []),
+    ("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", []),
+    ("torch._dynamo.symbolic_convert.SpeculationLog.clear", []),
     ("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", []),
     ("torch._dynamo.exc.TorchRuntimeError", []),
     ("torch._dynamo.exc.SkipFrame", []),

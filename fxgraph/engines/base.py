@@ -104,7 +104,7 @@ class Engine(abc.ABC):
     @contextlib.contextmanager
     def unchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """On leaving, the tensors' values and version counters and all random generators are what they were."""
-        kept = [tensor.clone() for tensor in tensors]
+        kept = [compact(tensor).clone() for tensor in tensors]
         rng = torch.get_rng_state()
         device_rng = self._device_rng()
         try:
@@ -113,7 +113,7 @@ class Engine(abc.ABC):
         finally:
             with torch.no_grad(), preserve_versions(tensors):
                 for tensor, value in zip(tensors, kept, strict=True):
-                    tensor.copy_(value)
+                    compact(tensor).copy_(value)
             torch.set_rng_state(rng)
             self._set_device_rng(device_rng)
 
@@ -221,3 +221,13 @@ def poison_value(dtype: torch.dtype) -> float | bool | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).max // 2
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its expanded dimensions narrowed to one element: all of its memory, each element once."""
+    if 0 not in tensor.stride():
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
