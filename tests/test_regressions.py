@@ -541,3 +541,35 @@ def test_a_failing_op_is_caught_as_in_eager_too() -> None:  # on a GPU an index 
         with pytest.raises(IndexError):
             graphed(torch.tensor(indices))
     assert torch.equal(graphed(torch.tensor([0, 3])), table(torch.tensor([0, 3])))
+
+
+WRITES = {
+    "baddbmm_": lambda x, a: x.mT.baddbmm_(a, a.mT),
+    "index_add_": lambda x, a: x.mT.index_add_(0, torch.zeros(2, dtype=torch.long, device=x.device), a[:2]),
+    "scatter_": lambda x, a: x.mT.scatter_(0, torch.zeros_like(a, dtype=torch.long), a),
+    "cumsum_": lambda x, a: x.mT.cumsum_(1),
+    "tril_": lambda x, a: x.mT.tril_(),
+    "a view": lambda x, a: x[0].mT.tril_(),
+    "a slice": lambda x, a: x.mT[:, :2].tril_(),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_in_place_keeps_its_strides(name: str, grad: bool, device: str) -> None:
+    def function(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copy = x.clone()
+        WRITES[name](copy, a)
+        return copy.sin(), copy.mT + x.mT
+
+    for dense in (True, False):
+        x = torch.randn(3, 3, 3, device=device).mT
+        x = (x if dense else torch.stack([x, x], -1)[..., 0]).requires_grad_(grad)
+        a = torch.randn(3, 3, 3, device=device)
+        graphed = fxgraph.make_graphed_callables(function, (x, a))
+        expected, found = function(x, a), graphed(x, a)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, check_stride=True)
+        if grad:
+            gradients = [torch.autograd.grad([o.square().sum() for o in outputs], x) for outputs in (expected, found)]
+            torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+        assert fxgraph.stats(graphed).eager_calls == 0

@@ -39,8 +39,8 @@ ReadErrors = (exc.TorchDynamoException,)
 # rewrite_assert_with_torch_assert: an assert on a tensor becomes an op that raises another exception; on a GPU it
 #     raises later, and ends the process's use of the GPU.
 # record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
-# enable_dynamo_decompositions: operators with a number (``add_`` with alpha, ``addcdiv`` and ``addcmul_`` with value) are
-#     taken apart, which rounds otherwise. Without it a tensor in place of the number is read on the host, as in eager.
+# enable_dynamo_decompositions: operators with a number (``add_`` with alpha, ``addcdiv`` with value) are taken apart,
+#     which rounds otherwise. Without it a tensor in place of the number is read on the host, as in eager.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
 _UNSAFE = (
