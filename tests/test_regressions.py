@@ -573,3 +573,51 @@ def test_what_is_written_in_place_keeps_its_strides(name: str, grad: bool, devic
             gradients = [torch.autograd.grad([o.square().sum() for o in outputs], x) for outputs in (expected, found)]
             torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
         assert fxgraph.stats(graphed).eager_calls == 0
+
+
+PRODUCTS = {
+    "all": lambda x: x.prod(),
+    "a dimension": lambda x: torch.prod(x, -1),
+    "keepdim": lambda x: torch.prod(x, 0, keepdim=True),
+    "dtype": lambda x: x.prod(1, dtype=torch.complex128 if x.is_complex() else torch.float64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradient_of_a_product_follows_the_zeros_in_each_call(name: str, dtype: torch.dtype, device: str) -> None:
+    function = PRODUCTS[name]
+    sample = torch.randn(7, 9, device=device, dtype=dtype, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (sample,))
+    for zeros in (0, 1, 2, 0):
+        x = torch.randn(7, 9, device=device, dtype=dtype)
+        x.view(-1)[:zeros] = 0
+        x.requires_grad_()
+        expected, found = function(x), graphed(x)
+        tangent = torch.randn_like(expected)
+        gradients = [torch.autograd.grad(output, x, tangent)[0] for output in (expected, found)]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0, equal_nan=True)
+    assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_a_product_inside_of_torch_func(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.func.vmap(torch.func.grad(lambda row: row.sin().prod()))(x)
+        return rows + torch.func.vmap(torch.prod)(x).unsqueeze(1)
+
+    x = torch.randn(4, 3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    torch.testing.assert_close(graphed(x), function(x))
+    gradients = [torch.autograd.grad(f(x).sum(), x)[0] for f in (function, graphed)]
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert fxgraph.stats(graphed).eager_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_a_mask_that_is_larger_than_what_it_selects_from(device: str) -> None:
+    x, mask = torch.randn(10, device=device), torch.ones(10, 10, dtype=torch.bool, device=device)
+    function = lambda x, mask: torch.masked_select(x.sin() * 2, mask).cos() * 2  # noqa: E731
+    graphed = fxgraph.make_graphed_callables(function, (x, mask))
+    assert torch.equal(graphed(x, mask), function(x, mask))

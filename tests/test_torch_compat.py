@@ -73,6 +73,8 @@ NAMES: list[tuple[str, list[str]]] = [
         ["func", "types", "args", "kwargs"],
     ),
     ("torch._from_functional_tensor", []),
+    ("torch._subclasses.fake_impls.op_implementations_dict", []),
+    ("torch._C._AutoDispatchBelowAutograd", []),
     ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
     ("torch.fx._lazy_graph_module._LazyGraphModule.force_recompile", ["gm"]),
     ("torch._dynamo.exc.Unsupported", []),

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import inductor
 from .functionalize import written_in_place
+from .product import both_formulas
 from .tracing import tracing
 
 OutputType = schemas.OutputType
@@ -115,6 +116,7 @@ def export_joint(
         contextlib.ExitStack() as stack,
         eager_kernels(_DRAWING if for_inductor else _DECOMPOSED),
         written_in_place(),
+        contextlib.nullcontext() if for_inductor else both_formulas(graph),
         functorch_config.patch(functionalize_rng_ops=False),
         torch._guards.tracing(None),
     ):

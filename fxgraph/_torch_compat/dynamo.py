@@ -27,6 +27,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from .fake_impls import masks_broadcast
 from .tracing import tracing
 
 Unsupported = exc.Unsupported
@@ -186,6 +187,7 @@ def read(
         dynamo_timed("fxgraph_read"),
         _modes_cleared(),
         _quiet_backends(),
+        masks_broadcast(),
     ):
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)
