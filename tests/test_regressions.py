@@ -601,6 +601,15 @@ def test_the_gradient_of_a_product_follows_the_zeros_in_each_call(name: str, dty
     assert fxgraph.stats(graphed).eager_calls == 0
 
 
+def test_the_gradient_of_a_product_of_one_number(device: str) -> None:
+    x = torch.tensor(3.0, device=device, requires_grad=True)
+    for function in (lambda x: x.prod(), lambda x: x.prod(0), lambda x: x.prod(0, keepdim=True)):
+        graphed = fxgraph.make_graphed_callables(function, (x,))
+        (gradient,) = torch.autograd.grad(graphed(x), x, torch.tensor(2.0, device=device))
+        assert gradient == 2
+        assert fxgraph.stats(graphed).eager_calls == 0
+
+
 def test_a_product_inside_of_torch_func(device: str) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         rows = torch.func.vmap(torch.func.grad(lambda row: row.sin().prod()))(x)

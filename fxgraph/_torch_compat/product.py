@@ -30,7 +30,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, result = ctx.saved_tensors
         x = x.to(grad.dtype)
-        if ctx.dim:
+        if not x.dim():
+            chosen = grad.clone()
+        elif ctx.dim:
             dim, keepdim = ctx.dim
             if not keepdim:
                 grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
@@ -60,7 +62,7 @@ def _kernel(op: Any) -> Any:
 
     def product(x: torch.Tensor, *dim: Any, dtype: torch.dtype | None = None, keepdim: bool = False) -> Any:
         given = (*dim, keepdim)[:2] if dim else ()
-        if x.requires_grad and torch.is_grad_enabled() and x.dim():
+        if x.requires_grad and torch.is_grad_enabled():
             return apply(op, x, given, dtype)
         with torch._C._AutoDispatchBelowAutograd():
             return op(x, *given, dtype=dtype)
