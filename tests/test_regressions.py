@@ -630,3 +630,10 @@ def test_a_mask_that_is_larger_than_what_it_selects_from(device: str) -> None:
     function = lambda x, mask: torch.masked_select(x.sin() * 2, mask).cos() * 2  # noqa: E731
     graphed = fxgraph.make_graphed_callables(function, (x, mask))
     assert torch.equal(graphed(x, mask), function(x, mask))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_an_output_requires_grad_where_no_input_has_a_gradient(device: str) -> None:
+    x = torch.randn(0, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(lambda x: torch.linalg.norm(x, 0), (x,), allow_unused_input=True)
+    assert graphed(x).requires_grad
