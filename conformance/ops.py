@@ -208,6 +208,12 @@ def aot_eager(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return torch.compile(target, backend="aot_eager")
 
 
+def dynamo_alone(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.compile`` with a backend that does nothing: what fails so fails before any backend is called."""
+    del args, kwargs
+    return torch.compile(target, backend="eager")
+
+
 def control(function: Callable[..., Any], calls: Sequence[trial.Call], device: str, values: bool) -> str:
     """What torch's own ``aot_eager`` backend, which traces as we do and captures nothing, makes of the same calls."""
     result = trial.compare_with_eager(function, calls, aot_eager, device, values=values)
@@ -248,6 +254,11 @@ def run(case: Case, device: str, limit: int, entry: Entry | None = None, report:
         result = trial.compare_with_eager(
             function, calls, entry, device, values=values, report=lambda stage, at=label: report(f"{at}: {stage}")
         )
+        if result.outcome is Outcome.CRASH and case.entry == "compile":
+            report(f"{label}: Dynamo alone")
+            alone = trial.compare_with_eager(function_for(op, case.variant), calls, dynamo_alone, device, values=values)
+            if (alone.outcome, alone.detail) == (result.outcome, result.detail):
+                result = trial.Result(Outcome.REFUSED, f"torch.compile, whatever the backend: {result.detail}")
         outcomes[result.outcome] += 1
         reasons.update([result.detail] if result.detail and result.outcome is not Outcome.SKIPPED else [])
         notes.update(result.notes)

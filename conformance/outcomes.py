@@ -23,7 +23,7 @@ class Outcome(str, enum.Enum):
     EAGER = "eager"
     """Equals eager; at least one call ran eagerly, with a stated reason."""
     REFUSED = "refused"
-    """An :class:`fxgraph.FxgraphError`, with its id."""
+    """An :class:`fxgraph.FxgraphError`, with its id; or an error of ``torch.compile`` that every backend gets."""
     UNSTATED = "unstated"
     """Equals eager, but neither a replay nor a reason was counted."""
     TIMEOUT = "timeout"

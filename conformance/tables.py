@@ -44,7 +44,7 @@ def _doc(outcome: Outcome) -> str:
         Outcome.CRASH: "an exception that is none of fxgraph's, or the death of the process, where eager works",
         Outcome.TIMEOUT: "no end in time",
         Outcome.UNSTATED: "equals eager, but neither a replay nor a reason was counted",
-        Outcome.REFUSED: "an `FxgraphError` with its id",
+        Outcome.REFUSED: "an `FxgraphError` with its id, or an error of `torch.compile` that every backend gets",
         Outcome.EAGER: "equals eager; something ran eagerly, with a stated reason",
         Outcome.EQUAL: "every call was a replay and equals eager",
         Outcome.SKIPPED: "eager itself raises on every sample",

@@ -285,6 +285,8 @@ def make(joint: JointGraph) -> Plan:
     if backward is not None:
         drawn = {node.name for node in random_nodes(forward)}
         _plan_backward(plan, backward, placeholders, saved, wanted, node_of, drawn)
+        if not plan.gradient_of and any(out.requires_grad for out in handed):
+            raise CannotPlan("an output requires grad, but no input has a gradient")
         for k, info in enumerate(joint.outputs[: joint.num_forward]):
             if info.kind is OutputKind.INTERMEDIATE_BASE and k not in node_of and k in joint.tangent_of:
                 raise AssertionError("a base of views has a tangent but no user")

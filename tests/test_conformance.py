@@ -213,6 +213,7 @@ def test_bits_and_equal_differ_in_signs_of_zeros_only(one, other, bits, equal):
 
 
 OPS = ["mul", "sort", "nn_functional_dropout"]
+DYNAMO_FAILS = "baddbmm"  # in place, on an expanded tensor
 PLANT = "test_conformance:wrong_values"
 
 
@@ -221,7 +222,19 @@ def run_of_the_command(tmp_path_factory):
     """Rows, the table and the last line of one run. In a process of its own: the database's import changes torch."""
     folder = tmp_path_factory.mktemp("conformance")
     path, table = folder / "rows.jsonl", folder / "ops.md"
-    command = [sys.executable, "-m", "conformance", "ops", "--only", *OPS, "--samples", "1", "--timeout", "60"]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance",
+        "ops",
+        "--only",
+        *OPS,
+        DYNAMO_FAILS,
+        "--samples",
+        "1",
+        "--timeout",
+        "60",
+    ]
     command += ["--variants", "function", "inplace", "mutate", "--entries", *entries.ENTRIES, PLANT]
     command += ["--results", str(path), "--table", str(table)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
@@ -249,6 +262,14 @@ def test_a_failing_op_is_tried_on_the_control_too(run_of_the_command):
     row = run_of_the_command[0][f"op/mul/float32/function/{PLANT}"]
     assert row["outcome"] == "wrong"
     assert row["details"][0]["control"] == "aot_eager: equal"
+
+
+def test_what_fails_in_dynamo_with_every_backend_is_refused(run_of_the_command):
+    row = run_of_the_command[0][f"op/{DYNAMO_FAILS}/float32/mutate/compile"]
+    assert row["outcome"] == "refused", row
+    assert [reason.partition(":")[0] for reason in row["reasons"]] == ["torch.compile, whatever the backend"]
+    row = run_of_the_command[0][f"op/{DYNAMO_FAILS}/float32/mutate/make_graphed_callables"]
+    assert row["outcome"] == "eager", row
 
 
 def test_the_command_sums_up(run_of_the_command):

@@ -330,15 +330,18 @@ def test_replays_and_eager_draws_interleave_as_if_all_were_eager(engine: Engine,
 
 def test_unchanged_puts_back_values_versions_and_generators(engine: Engine, device: str) -> None:
     x, y = torch.randn(3, device=device), torch.randn(2, device=device)
+    expanded = torch.ones(1, device=device).expand(3)
     before, version, rng = x.clone(), x._version, generator(device)
     cpu_rng = torch.get_rng_state()
-    with pytest.raises(KeyError), engine.unchanged([x, y]):
+    with pytest.raises(KeyError), engine.unchanged([x, y, expanded]):
         x.add_(1)
         y.zero_()
+        expanded[0] = 2
         torch.rand(7, device=device)
         torch.rand(7)
         raise KeyError("also when the body raises")
     assert torch.equal(x, before)
+    assert torch.equal(expanded, torch.ones(3, device=device))
     assert x._version == version
     assert torch.equal(generator(device), rng)
     assert torch.equal(torch.get_rng_state(), cpu_rng)

@@ -265,10 +265,63 @@ def test_an_output_that_feeds_another_one(name: str, device: str) -> None:
     assert fxgraph.stats(graphed).eager_calls == 0
 
 
-def test_an_op_that_dynamo_takes_apart_rounds_as_in_eager(device: str) -> None:
-    inputs = (torch.randn((), device=device), torch.randn(5, 5, 1, device=device), torch.randn(1, 5, device=device))
-    graphed = fxgraph.make_graphed_callables(lambda a, b, c: torch.addcdiv(a, b, c, value=3.14), inputs)
-    torch.testing.assert_close(graphed(*inputs), torch.addcdiv(*inputs, value=3.14), rtol=0, atol=0)
+TAKEN_APART = {
+    "addcdiv": lambda a, b, c: torch.addcdiv(a, b, c, value=0.3),
+    "addcdiv_": lambda a, b, c: a.clone().addcdiv_(b, c, value=0.3),
+    "addcmul_": lambda a, b, c: a.clone().addcmul_(b, c, value=0.3),
+    "add_": lambda a, b, c: a.clone().add_(b, alpha=0.3),
+    "_foreach_lerp_": lambda a, b, c: [torch._foreach_lerp_([d := a.clone()], [b], 0.3), d][1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True], ids=["make_graphed_callables", "compile"])
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_an_op_that_dynamo_takes_apart_rounds_as_in_eager(
+    name: str, compiled: bool, dtype: torch.dtype, device: str
+) -> None:
+    function = TAKEN_APART[name]
+    inputs = tuple(torch.randn(1000, device=device, dtype=dtype) for _ in range(3))
+    if compiled:
+        graphed = torch.compile(function, backend="graphed")
+    else:
+        graphed = fxgraph.make_graphed_callables(function, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(graphed(*inputs), function(*inputs), rtol=0, atol=0)
+    assert fxgraph.stats(None if compiled else graphed).eager_calls == 0
+
+
+def test_what_dynamo_takes_apart_for_other_backends_is_left_alone(device: str) -> None:
+    a, b, c = (torch.randn(4, device=device) for _ in range(3))
+    function = TAKEN_APART["addcdiv"]
+    torch.compile(function, backend="graphed")(a, b, c)
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+    torch.compile(function, backend=lambda gm, inputs: graphs.append(gm) or gm.forward)(a, b, c)
+    assert not graphs[0].graph.find_nodes(op="call_function", target=torch.addcdiv)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+def test_an_expanded_sample_on_which_only_tracing_fails(device: str) -> None:
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x.baddbmm_(a, b)
+        return x + 1
+
+    a, b = torch.randn(4, 2, 5, device=device), torch.randn(4, 5, 3, device=device)
+    expected, found, sample = (torch.ones(1, 2, 3, device=device).expand(4, 2, 3) for _ in range(3))
+    graphed = fxgraph.make_graphed_callables(function, (sample, a, b))
+    assert torch.equal(sample, torch.ones_like(sample))
+    assert torch.equal(graphed(found, a, b), function(expected, a, b))
+    assert torch.equal(found, expected)
+
+
+def test_a_single_element_with_any_strides(device: str) -> None:
+    x = torch.empty_strided((1, 1), (7, 5), device=device).normal_().requires_grad_()
+    graphed = fxgraph.make_graphed_callables(lambda x: torch.flip(x, [0]), (x,))
+    graphed(x).sum().backward()
+    assert torch.equal(graphed(x), x)
+    assert x.grad == 1
+    assert fxgraph.stats(graphed).eager_calls == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
@@ -488,3 +541,99 @@ def test_a_failing_op_is_caught_as_in_eager_too() -> None:  # on a GPU an index 
         with pytest.raises(IndexError):
             graphed(torch.tensor(indices))
     assert torch.equal(graphed(torch.tensor([0, 3])), table(torch.tensor([0, 3])))
+
+
+WRITES = {
+    "baddbmm_": lambda x, a: x.mT.baddbmm_(a, a.mT),
+    "index_add_": lambda x, a: x.mT.index_add_(0, torch.zeros(2, dtype=torch.long, device=x.device), a[:2]),
+    "scatter_": lambda x, a: x.mT.scatter_(0, torch.zeros_like(a, dtype=torch.long), a),
+    "cumsum_": lambda x, a: x.mT.cumsum_(1),
+    "tril_": lambda x, a: x.mT.tril_(),
+    "a view": lambda x, a: x[0].mT.tril_(),
+    "a slice": lambda x, a: x.mT[:, :2].tril_(),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_in_place_keeps_its_strides(name: str, grad: bool, device: str) -> None:
+    def function(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copy = x.clone()
+        WRITES[name](copy, a)
+        return copy.sin(), copy.mT + x.mT
+
+    for dense in (True, False):
+        x = torch.randn(3, 3, 3, device=device).mT
+        x = (x if dense else torch.stack([x, x], -1)[..., 0]).requires_grad_(grad)
+        a = torch.randn(3, 3, 3, device=device)
+        graphed = fxgraph.make_graphed_callables(function, (x, a))
+        expected, found = function(x, a), graphed(x, a)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, check_stride=True)
+        if grad:
+            gradients = [torch.autograd.grad([o.square().sum() for o in outputs], x) for outputs in (expected, found)]
+            torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+        assert fxgraph.stats(graphed).eager_calls == 0
+
+
+PRODUCTS = {
+    "all": lambda x: x.prod(),
+    "a dimension": lambda x: torch.prod(x, -1),
+    "keepdim": lambda x: torch.prod(x, 0, keepdim=True),
+    "dtype": lambda x: x.prod(1, dtype=torch.complex128 if x.is_complex() else torch.float64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradient_of_a_product_follows_the_zeros_in_each_call(name: str, dtype: torch.dtype, device: str) -> None:
+    function = PRODUCTS[name]
+    sample = torch.randn(7, 9, device=device, dtype=dtype, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (sample,))
+    for zeros in (0, 1, 2, 0):
+        x = torch.randn(7, 9, device=device, dtype=dtype)
+        x.view(-1)[:zeros] = 0
+        x.requires_grad_()
+        expected, found = function(x), graphed(x)
+        tangent = torch.randn_like(expected)
+        gradients = [torch.autograd.grad(output, x, tangent)[0] for output in (expected, found)]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0, equal_nan=True)
+    assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_the_gradient_of_a_product_of_one_number(device: str) -> None:
+    x = torch.tensor(3.0, device=device, requires_grad=True)
+    for function in (lambda x: x.prod(), lambda x: x.prod(0), lambda x: x.prod(0, keepdim=True)):
+        graphed = fxgraph.make_graphed_callables(function, (x,))
+        (gradient,) = torch.autograd.grad(graphed(x), x, torch.tensor(2.0, device=device))
+        assert gradient == 2
+        assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_a_product_inside_of_torch_func(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.func.vmap(torch.func.grad(lambda row: row.sin().prod()))(x)
+        return rows + torch.func.vmap(torch.prod)(x).unsqueeze(1)
+
+    x = torch.randn(4, 3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    torch.testing.assert_close(graphed(x), function(x))
+    gradients = [torch.autograd.grad(f(x).sum(), x)[0] for f in (function, graphed)]
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert fxgraph.stats(graphed).eager_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_a_mask_that_is_larger_than_what_it_selects_from(device: str) -> None:
+    x, mask = torch.randn(10, device=device), torch.ones(10, 10, dtype=torch.bool, device=device)
+    function = lambda x, mask: torch.masked_select(x.sin() * 2, mask).cos() * 2  # noqa: E731
+    graphed = fxgraph.make_graphed_callables(function, (x, mask))
+    assert torch.equal(graphed(x, mask), function(x, mask))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
+def test_an_output_requires_grad_where_no_input_has_a_gradient(device: str) -> None:
+    x = torch.randn(0, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(lambda x: torch.linalg.norm(x, 0), (x,), allow_unused_input=True)
+    assert graphed(x).requires_grad

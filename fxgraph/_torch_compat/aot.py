@@ -22,6 +22,8 @@ from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, de
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import inductor
+from .functionalize import written_in_place
+from .product import both_formulas
 from .tracing import tracing
 
 OutputType = schemas.OutputType
@@ -113,6 +115,8 @@ def export_joint(
         _without_function_modes(),  # they have had their say when the torch-level graph was made
         contextlib.ExitStack() as stack,
         eager_kernels(_DRAWING if for_inductor else _DECOMPOSED),
+        written_in_place(),
+        contextlib.nullcontext() if for_inductor else both_formulas(graph),
         functorch_config.patch(functionalize_rng_ops=False),
         torch._guards.tracing(None),
     ):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import itertools
 import re
 import sys
@@ -36,12 +37,14 @@ import torch._dynamo
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from .fake_impls import masks_broadcast
 from .tracing import tracing
 
 Unsupported = exc.Unsupported
@@ -50,15 +53,19 @@ OpFailed = exc.TorchRuntimeError
 """An op failed on the fake inputs, as it would on real ones."""
 ReadErrors = (exc.TorchDynamoException,)
 
+_PASSES_OVER = "use_recursive_dict_tags_for_guards"
+
 # Dynamo's defaults trade these checks for speed; a capture that outlives its assumptions would be silently wrong.
 # rewrite_assert_with_torch_assert: an assert on a tensor becomes an op that raises another exception; on a GPU it
 #     raises later, and ends the process's use of the GPU.
 # record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
+# enable_dynamo_decompositions: operators with a number (``add_`` with alpha, ``addcdiv`` with value) are taken apart,
+#     which rounds otherwise. Without it a tensor in place of the number is read on the host, as in eager.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
-_PASSES_OVER = "use_recursive_dict_tags_for_guards"
 _UNSAFE = (
     "assume_dunder_attributes_remain_unchanged",
+    "enable_dynamo_decompositions",
     "skip_guards_on_constant_func_defaults",
     "rewrite_assert_with_torch_assert",
     "skip_nnmodule_hook_guards",
@@ -82,9 +89,26 @@ DATA_IN_GRAPH = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_o
 """Config under which sizes and numbers that depend on data are values in a graph instead of the end of it."""
 
 
+@functools.cache
+def _handlers_ask() -> None:
+    """Have two handlers of Dynamo's ask ``enable_dynamo_decompositions`` first, as others that take an op apart do."""
+
+    def asking(decompose: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(decompose)
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            return decompose(*args, **kwargs) if torch._dynamo.config.enable_dynamo_decompositions else None
+
+        return handler
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers.update({op: asking(handlers[op]) for op in (torch.addcdiv, torch._foreach_lerp_) if op in handlers})
+
+
 @contextlib.contextmanager
 def strict(**more: Any) -> Iterator[None]:
-    """Dynamo with every guard on and static shapes; ``more`` are further ``torch._dynamo.config`` fields."""
+    """Dynamo with every guard on, static shapes and ops as they are; ``more`` are further ``torch._dynamo.config``
+    fields."""
+    _handlers_ask()
     with torch._dynamo.config.patch({**_STRICT, **more}):
         yield
 
@@ -275,20 +299,6 @@ def _unmeasured() -> Iterator[None]:
         vars(guards)["profile_guard_manager"] = original
 
 
-@contextlib.contextmanager
-def _undecomposed() -> Iterator[None]:
-    """Ops that Dynamo takes apart, and that would round otherwise than eager's, stay whole."""
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    removed = {op: handlers.pop(op) for op in _TAKEN_APART if op in handlers}
-    try:
-        yield
-    finally:
-        handlers.update(removed)
-
-
-_TAKEN_APART = (torch.addcdiv,)
-
-
 def _tracing(backend_input: Any) -> contextlib.AbstractContextManager[Any]:
     if backend_input is None:
         return contextlib.nullcontext()
@@ -314,7 +324,7 @@ def read(
         dynamo_timed("fxgraph_read"),
         _modes_cleared(),
         _quiet_backends(),
-        _undecomposed(),
+        masks_broadcast(),
     ):
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)
@@ -451,7 +461,7 @@ _loosened: dict[str, bool] = {}
 
 
 def demand_all_guards() -> None:
-    """In a backend: have Dynamo trace the frame once more if it skips guards, or turns asserts into ops.
+    """In a backend: have Dynamo trace the frame once more if it skips guards, or turns asserts or ops into other ops.
 
     A backend is called when the frame has been traced, which is too late for the settings that decide what is guarded.
     So they are changed, Dynamo starts the frame again, and :func:`release_guards` puts them back at the first call of
@@ -463,10 +473,12 @@ def demand_all_guards() -> None:
     skipped = [name for name in _UNSAFE if getattr(torch._dynamo.config, name)]
     if not skipped or torch._guards.CompileContext.try_get() is None:
         return
+    _handlers_ask()
     for name in skipped:
         setattr(torch._dynamo.config, name, False)
         _loosened[name] = True
-    raise exc.TensorifyScalarRestartAnalysis(restart_reason="fxgraph needs every guard and assert")
+    InstructionTranslator.current_tx().speculation_log.clear()  # it would miss the Python of what was taken apart
+    raise exc.TensorifyScalarRestartAnalysis(restart_reason="fxgraph needs every guard, assert and operator")
 
 
 def release_guards() -> None:

@@ -28,7 +28,7 @@ _FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _drop(record: logging.LogRecord) -> bool:
-    return not record.msg.startswith("failed while attempting to run meta")
+    return not record.msg.startswith(("failed while attempting to run meta", "fake tensor raised"))
 
 
 @contextlib.contextmanager

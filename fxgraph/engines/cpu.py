@@ -286,7 +286,9 @@ def _gives(call: Callable[..., Any], names: Sequence[str], outs: Sequence[torch.
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*[tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)])
+    # clone(), since contiguous() leaves a single element the stride that it has, with which no view has another dtype
+    flat = [tensor.clone(memory_format=torch.contiguous_format).view(-1) for tensor in (one, other)]
+    return torch.equal(*[tensor.view(torch.uint8) for tensor in flat])
 
 
 @functools.cache
