@@ -91,6 +91,18 @@ def _reason(violation: passes.Violation) -> str:
     return f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
 
 
+def _refuse_inference_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Where there may be gradients to compute: eager raises if an op saves one, and which ops do is theirs to know.
+
+    AOTAutograd takes none that requires grad, in any mode.
+    """
+    inference = [tensor for tensor in tensors if tensor.is_inference()]
+    if not inference or torch.is_inference_mode_enabled():
+        return
+    if any(tensor.requires_grad for tensor in (tensors if torch.is_grad_enabled() else inference)):
+        raise RunEagerly("an inference tensor is among its inputs, where there may be gradients to compute")
+
+
 class Pools:
     """What the callables share that were graphed together: one memory pool per device, and plans while that lasts."""
 
@@ -498,6 +510,7 @@ class Program:
                 raise RunEagerly(f"{spec} overlaps itself in memory")
         if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
             raise RunEagerly("it switches grad mode on inside, where it is off outside")
+        _refuse_inference_tensors(tensors)
         graph = trace.specialise(self.graph, inputs)
         planned, regions = self._plan(graph, specs, tensors)
         if planned.mutated and trace.for_eager(graph) is not graph:

@@ -111,8 +111,8 @@ def saved_tensors_hooked() -> bool:
 
 @contextlib.contextmanager
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """In-place writes inside leave the tensors' version counters as they were."""
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    """In-place writes inside leave the tensors' version counters as they were. Inference tensors have none."""
+    with _unsafe_preserve_version_counter(tuple([tensor for tensor in tensors if not tensor.is_inference()])):
         yield
 
 
