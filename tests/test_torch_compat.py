@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,8 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch.autograd.graph.increment_version", ["tensor"]),
     ("torch._debug_has_internal_overlap", []),
     ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
+    ("torch._dynamo.convert_frame._clear_fake_mode_weakrefs", ["fake_mode"]),
+    ("torch.Tensor._use_count", []),
     ("torch.fx._lazy_graph_module._LazyGraphModule.force_recompile", ["gm"]),
     ("torch._dynamo.exc.Unsupported", []),
     ("torch._dynamo.guards.profile_guard_manager", []),
@@ -442,6 +445,34 @@ def test_one_tensor_as_two_arguments_is_guarded() -> None:
     assert apart.check({"x": a, "y": b}) and not apart.check({"x": a, "y": a}), changed("Dynamo's aliasing guards")
     assert same.check({"x": a, "y": a}) and not same.check({"x": a, "y": b}), changed("Dynamo's aliasing guards")
     assert len(same.sources) == 1
+
+
+def test_no_weak_reference_is_left_where_it_would_be_against_a_swap() -> None:
+    def prints(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        print(y)  # noqa: T201
+        return y
+
+    x, other = torch.ones(3), torch.zeros(3)
+    reading = dynamo.read(lambda x: x.sin(), (x,), {})
+    assert reading.graph is not None
+    aot.export_joint(reading.graph, (x,))
+    assert not weakref.getweakrefs(x), changed(
+        "what a reading, or AOTAutograd, remembers of tensors by weak references"
+    )
+    try:
+        dynamo.read(prints, (x,), {})
+    except dynamo.Unsupported as error:
+        assert hasattr(error, "_torch_dynamo_tracer_output"), changed("Dynamo's errors have no tracer output")
+    gc.collect()
+    assert not weakref.getweakrefs(x), changed(
+        "what a reading, or AOTAutograd, remembers of tensors by weak references"
+    )
+    torch.utils.swap_tensors(x, other)
+    reference = weakref.ref(x)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(x, other)
+    assert reference() is x
 
 
 def test_numbers_are_constants_also_at_the_second_reading() -> None:

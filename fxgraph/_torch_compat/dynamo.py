@@ -25,7 +25,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from .tracing import tracing
+from .tracing import forget_tensors, tracing
 
 Unsupported = exc.Unsupported
 """Dynamo cannot read a piece of Python (a graph break)."""
@@ -37,6 +37,8 @@ ReadErrors = (exc.TorchDynamoException,)
 # rewrite_assert_with_torch_assert: an assert on a tensor becomes an op that raises another exception; on a GPU it
 #     raises later, and ends the process's use of the GPU.
 # record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
+# invalidate_compile_context_weakrefs: what Dynamo remembers of tensors by weak references goes when it has read; torch
+#     swaps no tensor that has one (``torch.utils.swap_tensors``).
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
 _UNSAFE = (
@@ -53,6 +55,7 @@ _STRICT: dict[str, Any] = {
     "specialize_float": True,
     "allow_rnn": True,
     "record_runtime_overhead": False,
+    "invalidate_compile_context_weakrefs": True,
 }
 
 DATA_IN_GRAPH = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -182,15 +185,29 @@ def read(
     ):
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)
-        except ReadErrors:
+        except ReadErrors as error:
+            _forget_reading(error)
             raise
         except Exception as error:
+            _forget_reading(error)
             # A fault of Dynamo's own, of any type; its own entry (convert_frame.py) wraps all of them into this one
             # too.
             raise exc.InternalTorchDynamoError(f"{type(error).__name__}: {error}") from error
         if capture.backend_input is not None:
             refuse_miscompiled(capture.backend_input.graph_module)
-        return Reading(plain, capture)
+        reading = Reading(plain, capture)
+        if capture.backend_input is not None:
+            forget_tensors(node.meta.get("example_value") for node in capture.backend_input.graph_module.graph.nodes)
+        return reading
+
+
+def _forget_reading(error: BaseException) -> None:
+    """What Dynamo leaves of a reading that failed holds weak references to its tensors: see :func:`forget_tensors`."""
+    tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
+    output_graph = getattr(tracer_output, "output_graph_for_cleanup", None)
+    if output_graph is not None:
+        output_graph.tracing_context.tensor_to_context.clear()
+        forget_tensors(node.meta.get("example_value") for node in output_graph.graph.nodes)
 
 
 # Dynamo reads with the function modes (torch.set_default_device is one) taken off, and finds them in a manager. From
