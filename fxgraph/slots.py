@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, transforms_active, watched
+from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, watched
 from ._torch_compat.storage import Held, Watched
 from .accumulate import Accumulator, Pattern, accumulating_graph
 from .compiling import Regions
@@ -333,7 +333,7 @@ class Capture:
 
     def accumulates(self, inputs: Sequence[torch.Tensor]) -> Accumulator | None:
         """What accumulates the gradients of a call's parameters; None where autograd has to do it."""
-        if self.accumulator is None or transforms_active():
+        if self.accumulator is None:
             return None
         parameters = self.accumulator.parameters(inputs)
         if watched(parameters):

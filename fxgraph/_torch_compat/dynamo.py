@@ -176,6 +176,7 @@ def read(
     assert isinstance(plain, types.FunctionType), f"read() got a {type(plain).__name__}"
     with (
         tracing(),
+        _marked(),
         strict(**config),
         get_metrics_context(),
         dynamo_timed("fxgraph_read"),
@@ -199,6 +200,16 @@ def read(
         if capture.backend_input is not None:
             forget_tensors(node.meta.get("example_value") for node in capture.backend_input.graph_module.graph.nodes)
         return reading
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    global _reading
+    before, _reading = _reading, True
+    try:
+        yield
+    finally:
+        _reading = before
 
 
 def _forget_reading(error: BaseException) -> None:
@@ -313,15 +324,35 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def skipped(function: Function) -> Function:
+    """Where Dynamo does not read this function as a part of another one, it runs it, and what it calls, as it is."""
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def never_read(function: Function) -> Function:
     """Dynamo and compiled autograd run this function, and what it calls, as it is.
 
     ``torch.compiler.disable`` does the same by a wrapper that costs each call some microseconds; this marks the code.
     """
-    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     vars(function)["_torchdynamo_disable"] = True
-    return function
+    return skipped(function)
+
+
+def outside_of_graphs(reason: str) -> Callable[[Function], Function]:
+    """Dynamo ends its graph at a call of this function; the reason is what it says where it may not."""
+    disable: Callable[[Function], Function] = torch.compiler.disable(reason=reason)
+    return disable
+
+
+_reading = False  # under the lock of tracing()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it bare
+def reads_inside() -> bool:
+    """In code that Dynamo reads: whether it is :func:`read` or ``torch.export`` that has it read."""
+    return _reading or torch.compiler.is_exporting()
 
 
 SkipFrame = exc.SkipFrame

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch._dynamo import convert_frame
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 
 LOCK = convert_frame.compile_lock
 """Held while torch traces or captures: fx's interpreter, which captures, writes process-wide state too. It is the lock
@@ -54,3 +54,6 @@ def forget_tensors(values: Iterable[Any]) -> None:
     """
     for mode in {value.fake_mode for value in values if isinstance(value, FakeTensor)}:
         convert_frame._clear_fake_mode_weakrefs(mode)
+
+
+__all__ = ["LOCK", "forget_tensors", "is_fake", "tracing"]
