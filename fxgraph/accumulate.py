@@ -36,7 +36,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 from torch.utils.dlpack import from_dlpack
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only
 from ._torch_compat.storage import use_counts
@@ -104,23 +103,24 @@ def _gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 _LAST: dict[torch.device, object] = {}
 """By what static gradients were last written (:meth:`Engine.after`): all of a device's come after each other."""
 
-_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> weak reference to its static gradient, which lives as long as a capture writes it."""
+_KNOWN: weakref.WeakValueDictionary[int, StaticGradient] = weakref.WeakValueDictionary()
+"""Of each parameter, by its ``id``, the static gradient, which lives as long as a capture writes it.
+
+No weak references to the parameters, for these could not be swapped then (``torch.utils.swap_tensors``). So a tensor
+that comes to have the ``id`` of a parameter that is gone takes over its static gradient, which nobody else needs.
+"""
 
 
 def _static_gradient(engine: Engine, pool: Pool, parameter: torch.Tensor) -> StaticGradient:
-    known = _KNOWN.get(parameter)
-    static: StaticGradient | None = known() if known is not None else None
+    static = _KNOWN.get(id(parameter))
     if static is None or not static.fits(parameter):
-        static = StaticGradient(engine, pool, parameter)
-        _KNOWN[parameter] = weakref.ref(static)
+        static = _KNOWN[id(parameter)] = StaticGradient(engine, pool, parameter)
     return static
 
 
 def is_accumulated(tensor: torch.Tensor) -> bool:
-    """Whether some capture writes this tensor's ``.grad``."""
-    known = _KNOWN.get(tensor)
-    return known is not None and known() is not None
+    """Whether some capture writes this tensor's ``.grad``, or has written that of one with this ``id``."""
+    return id(tensor) in _KNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Accumulator:
         self.others = tuple(k for k in range(len(plan.gradient_of)) if k not in set(positions))
         self._indices = [plan.gradient_of[k] for k in positions]
         parameters = self.parameters(inputs)
-        self._references = [weakref.ref(parameter) for parameter in parameters]
+        self._ids = list(map(id, parameters))
         self.statics = [_static_gradient(engine, pool, parameter) for parameter in parameters]
         self._known_places: _Places | None = None
         self._device = parameters[0].device
@@ -185,8 +185,9 @@ class Accumulator:
         return [inputs[i] for i in self._indices]
 
     def belongs_to(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is for these very tensors: others can lie at the same addresses."""
-        return all(map(operator.is_, parameters, [reference() for reference in self._references]))
+        """Whether it is for these very tensors, or such as have taken their place: others can lie at the same
+        addresses."""
+        return list(map(id, parameters)) == self._ids
 
     def again(self, inputs: Sequence[torch.Tensor]) -> Accumulator:
         """The same for other tensors at the same addresses."""

@@ -23,12 +23,12 @@ import passes
 
 from . import engines, stages, trace
 from ._torch_compat import dynamo
-from ._torch_compat.autograd import forward_ad_level
+from ._torch_compat.autograd import why_not_replay
 from ._torch_compat.fx import compile_now
 from .engines.base import compact
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
-from .program import FORWARD_MODE, EagerFallbackWarning, Pools, Program
+from .program import EagerFallbackWarning, Pools, Program
 from .stages import Stages
 
 ALIVE: weakref.WeakSet[GraphedCallable] = weakref.WeakSet()
@@ -87,14 +87,18 @@ class GraphedCallable:
             self.__signature__ = inspect.signature(self.function)
         ALIVE.add(self)
 
+    @dynamo.skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # Part of what fxgraph reads, or torch.export; the rest of a torch.compile goes on around it.
+            return self.original(*args, **kwargs) if dynamo.reads_inside() else _replayed(self, args, kwargs)
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         if self._module is not None and type(self._module).forward is not self._plain:
             self._count_eager("the forward of its class is another one now")
             return type(self._module).forward(self._module, *args, **kwargs)
-        if forward_ad_level() >= 0:
-            self._count_eager(FORWARD_MODE)
+        if at_work := why_not_replay():
+            self._count_eager(at_work)
             return self.original(*args, **kwargs)
         defaults = self._plain.__defaults__, self._plain.__kwdefaults__
         if defaults[0] is not self._defaults[0] or defaults[1] is not self._defaults[1]:
@@ -118,6 +122,11 @@ class GraphedCallable:
             self._capture_looks()
             return self(*args, **kwargs)
         return self._answer_new(args, kwargs, names)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """Of the original: torch.export asks a module's forward where it is written."""
+        return self._plain.__code__
 
     def __repr__(self) -> str:
         captures = sum(len(program.captures) for program in self.programs())
@@ -408,6 +417,14 @@ def _rebuild(target: Any, options: Options, name: str, allow_unused: bool, looks
     graphed = GraphedCallable(original, options, None, name, allow_unused)
     graphed._looks, graphed._looks_to_capture = looks, list(looks)
     return graphed
+
+
+@dynamo.outside_of_graphs(
+    "a graphed callable replays between the graphs of torch.compile: give it fxgraph.ungraph(callable), to have that "
+    "compiled with what is around it"
+)
+def _replayed(graphed: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return graphed(*args, **kwargs)
 
 
 def _binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:

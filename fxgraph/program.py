@@ -36,7 +36,8 @@ from . import (
     weight_casts,
 )
 from ._torch_compat.autocast import AutocastState
-from ._torch_compat.autograd import forward_ad_level
+from ._torch_compat.autograd import why_not_replay
+from ._torch_compat.tracing import is_fake
 from .engines.base import compact
 from .errors import CaptureError, FxgraphError, ReplayError, SignatureError, TraceError, UncapturableError
 from .options import Options
@@ -85,11 +86,22 @@ class _OnAten(Exception):
 
 
 _FAILED = "the capture failed: "
-FORWARD_MODE = "forward-mode automatic differentiation (torch.autograd.forward_ad) is on"
 
 
 def _reason(violation: passes.Violation) -> str:
     return f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
+
+
+def _refuse_inference_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Where there may be gradients to compute: eager raises if an op saves one, and which ops do is theirs to know.
+
+    AOTAutograd takes none that requires grad, in any mode.
+    """
+    inference = [tensor for tensor in tensors if tensor.is_inference()]
+    if not inference or torch.is_inference_mode_enabled():
+        return
+    if any(tensor.requires_grad for tensor in (tensors if torch.is_grad_enabled() else inference)):
+        raise RunEagerly("an inference tensor is among its inputs, where there may be gradients to compute")
 
 
 class Pools:
@@ -211,8 +223,8 @@ class Program:
         if self._attributes:
             inputs = (*inputs, *self._attributes)
         try:
-            if forward_ad_level() >= 0:
-                raise RunEagerly(FORWARD_MODE)
+            if at_work := why_not_replay():
+                raise RunEagerly(at_work)
             with self.lock:
                 flat = self._unwrap_numbers(inputs) if self._wrapped_numbers else inputs
                 capture = self._capture_for(flat)
@@ -499,6 +511,9 @@ class Program:
                 raise RunEagerly(f"{spec} overlaps itself in memory")
         if not torch.is_grad_enabled() and trace.switches_grad_on(self.graph):
             raise RunEagerly("it switches grad mode on inside, where it is off outside")
+        _refuse_inference_tensors(tensors)
+        if any(map(is_fake, tensors)):
+            raise RunEagerly("its inputs are fake tensors")
         graph = trace.specialise(self.graph, inputs)
         planned, regions = self._plan(graph, specs, tensors)
         if planned.mutated and trace.for_eager(graph) is not graph:

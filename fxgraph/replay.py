@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,6 @@ from ._torch_compat.autograd import (
     kernels_only,
     plain_apply,
     preserve_versions,
-    transforms_active,
     will_run,
 )
 from ._torch_compat.dynamo import never_read
@@ -245,8 +244,7 @@ def run(
         handed = _share(handed, slot)
     else:
         call = Call(program, capture, slot, inputs, twin)
-        apply: Callable[..., Any] = _Node.apply if transforms_active() else _apply
-        handed = apply(call, *call.differentiable())
+        handed = _apply(call, *call.differentiable())
     for index, position in plan.updates:
         target = inputs[index]
         # A leaf can only have been written behind autograd's back (`weight.detach().mul_(2)`).

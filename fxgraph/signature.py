@@ -22,7 +22,7 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any], autocasts: bool = 
         if not isinstance(value, torch.Tensor):
             parts.append((type(value), value))
         elif spec.live:
-            parts.append((value.data_ptr(), value.requires_grad, value.dtype, value.shape))
+            parts.append((value.data_ptr(), value.requires_grad, value.is_inference(), value.dtype, value.shape))
         else:
             parts.append(
                 (
@@ -31,6 +31,7 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any], autocasts: bool = 
                     value.dtype,
                     value.device,
                     value.requires_grad,
+                    value.is_inference(),
                     value.is_conj(),
                     value.is_neg(),
                     autocasts and value.is_leaf,
@@ -42,8 +43,9 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any], autocasts: bool = 
 def guarded_key_of(specs: Sequence[InputSpec], autocasts: bool) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """The same for a graph whose inputs are tensors, all guarded by Dynamo with static shapes, as a quick function.
 
-    Guards have seen sizes, strides, dtypes, devices, ``requires_grad``, conj and neg bits (``TENSOR_MATCH``), grad mode
-    and autocast. What they do not see is where live inputs lie, inference mode, and which inputs are leaves.
+    Guards have seen sizes, strides, dtypes, devices, ``requires_grad``, conj and neg bits and whether it is an
+    inference tensor (``TENSOR_MATCH``), grad mode and autocast. What they do not see is where live inputs lie,
+    inference mode, and which inputs are leaves.
     """
     live = [i for i, spec in enumerate(specs) if spec.live]
     others = [i for i, spec in enumerate(specs) if not spec.live] if autocasts else []

@@ -27,14 +27,13 @@ at once.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, transforms_active, watched
-from ._torch_compat.storage import Held
+from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, watched
+from ._torch_compat.storage import Held, Watched
 from .accumulate import Accumulator, Pattern, accumulating_graph
 from .compiling import Regions
 from .engines import CapturedRegion, Engine, Pool
@@ -312,7 +311,7 @@ class Capture:
         self.addresses = tuple(tensor.data_ptr() for tensor in live)
         places = dict(zip([i for i, spec in enumerate(plan.inputs) if spec.live], self.addresses, strict=True))
         self.saved_addresses = tuple(places[i] for i in plan.saved_live)
-        self._live = [weakref.ref(tensor) for tensor in live]
+        self._live = [Watched.of(tensor) for tensor in live]
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
         self.replays = 0
@@ -328,15 +327,14 @@ class Capture:
 
     def lives(self) -> bool:
         """Whether the parameters and buffers that it was captured on are still where they were."""
-        tensors = [ref() for ref in self._live]
         return all(
-            tensor is not None and tensor.data_ptr() == address
-            for tensor, address in zip(tensors, self.addresses, strict=True)
+            watched.held and watched.tensor.data_ptr() == address
+            for watched, address in zip(self._live, self.addresses, strict=True)
         )
 
     def accumulates(self, inputs: Sequence[torch.Tensor]) -> Accumulator | None:
         """What accumulates the gradients of a call's parameters; None where autograd has to do it."""
-        if self.accumulator is None or transforms_active():
+        if self.accumulator is None:
             return None
         parameters = self.accumulator.parameters(inputs)
         if watched(parameters):

@@ -30,6 +30,7 @@ from passes.host_constants import concerns_only, made_on_host
 from . import weight_casts
 from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
+from ._torch_compat.fx import compile_now
 from .errors import FxgraphError, TraceError, add_note
 
 
@@ -509,6 +510,7 @@ def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
     """
     nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
     if not nodes:
+        compile_now(graph)  # else its forward calls the module itself, which prints a traceback of its own at an error
         return graph
     copied = fx.Graph()
     renamed: dict[fx.Node, fx.Node] = {}

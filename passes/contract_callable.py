@@ -86,7 +86,8 @@ class ModuleHooks(Constraint[CallSite]):
                 for kind, hook in module_hooks(child):
                     if getattr(hook, "__module__", "") == "torch.export._unlift":
                         continue
-                    yield self.violation(subject.where(_module_path(name)), f"{kind} {describe_hook(hook)}", "no hook")
+                    observed = f"{kind} {describe_hook(hook)}"
+                    yield self.violation(subject.where(_module_path(name)), observed, "no hook", _instead_of(hook))
         for kind, hook in global_hooks():
             yield self.violation(
                 subject.where("every module"),
@@ -94,6 +95,21 @@ class ModuleHooks(Constraint[CallSite]):
                 "no hook",
                 "remove the hook before capturing; it is registered for all modules, by a tool rather than the model",
             )
+
+
+_INSTEAD = {  # of hooks that compute a weight before each call: where torch defines them
+    "torch.nn.utils.weight_norm": "use torch.nn.utils.parametrizations.weight_norm, which needs no hook "
+    "(torch.nn.utils.remove_weight_norm takes this one away)",
+    "torch.nn.utils.spectral_norm": "use torch.nn.utils.parametrizations.spectral_norm, which needs no hook "
+    "(torch.nn.utils.remove_spectral_norm takes this one away)",
+    "torch.nn.utils.prune": "make the pruning permanent with torch.nn.utils.prune.remove(module, name), or multiply "
+    "with the mask in a parametrization (torch.nn.utils.parametrize)",
+}
+
+
+def _instead_of(hook: Any) -> str | None:
+    """What to use instead of a hook of torch's own; None for the usual hint."""
+    return next((_INSTEAD[base.__module__] for base in type(hook).__mro__ if base.__module__ in _INSTEAD), None)
 
 
 def module_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

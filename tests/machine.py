@@ -263,8 +263,9 @@ class Side:
     def gradients(self, which: int, parameter: int, keep: bool) -> Any:
         call = self._call(which)
         loss = call.loss(which) if call is not None else None
-        wanted = [p for _, p in self._parameters(parameter) if p.requires_grad]
-        if call is not None and call.x.requires_grad and which % 2:
+        only_x = parameter < -1
+        wanted = [] if only_x else [p for _, p in self._parameters(parameter) if p.requires_grad]
+        if call is not None and call.x.requires_grad and (only_x or which % 2):
             wanted.append(call.x)
         if loss is None or not wanted:
             return NOTHING

@@ -271,7 +271,7 @@ STEPS: dict[str, tuple[int, st.SearchStrategy[tuple[Any, ...]]]] = {
     "backward": (6, st.tuples(_which, st.sampled_from([0, 0, 0, 1, 2]), st.booleans())),
     "backward_again": (1, st.tuples()),
     "backward_of_two": (1, st.tuples(_which, _which)),
-    "gradients": (1, st.tuples(_which, _any, st.booleans())),
+    "gradients": (1, st.tuples(_which, st.integers(-2, 7), st.booleans())),  # -2: of the input alone
     "second_order": (1, st.tuples(_which)),
     "drop": (1, st.tuples(_which)),
     "keep": (2, st.tuples(_which)),

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
 from passes import CONTRACT, UNUSED_INPUT, CallSite, Constraint, DifferentiableInputs, UnusedInput, Where, check_call
@@ -290,6 +291,29 @@ def test_all_hooks_are_reported_at_once_in_the_order_of_modules() -> None:
 )
 def test_state_dict_hooks_and_hooks_of_tensors_are_harmless(register: Callable[[Net], object]) -> None:
     assert check_call(net(register), (torch.ones(3, 2),))
+
+
+class Masked(prune.L1Unstructured):
+    """A pruning method of the user's own."""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("add", "remove", "hint"),
+    [
+        (torch.nn.utils.weight_norm, torch.nn.utils.remove_weight_norm, "parametrizations.weight_norm"),
+        (torch.nn.utils.spectral_norm, torch.nn.utils.remove_spectral_norm, "parametrizations.spectral_norm"),
+        (lambda m: prune.random_unstructured(m, "weight", 0.5), lambda m: prune.remove(m, "weight"), "prune.remove"),
+        (lambda m: Masked.apply(m, "weight", 0.5), lambda m: prune.remove(m, "weight"), "prune.remove"),
+    ],
+)
+def test_a_hook_that_computes_a_weight_has_a_hint_of_its_own(add: Any, remove: Any, hint: str) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    add(module[0])
+    report = check_call(module, (torch.randn(3, 4),))
+    assert [(violation.id, hint in violation.hint) for violation in report.violations] == [("module-hooks", True)]
+    remove(module[0])
+    assert check_call(module, (torch.randn(3, 4),)).ok
 
 
 def test_a_removed_hook_is_gone() -> None:

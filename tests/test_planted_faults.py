@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from machine import Difference
+from machine import Difference, Step
+from machine import replay as take_course
+from strategies import Blueprint, Setup
 from test_stateful import Machine
 
 from fxgraph import accumulate, asking, engines, graphed, plan, program, replay, slots, trace, weight_casts
@@ -19,18 +21,37 @@ from fxgraph import accumulate, asking, engines, graphed, plan, program, replay,
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, Plant] = {}
 
-# Found after too many steps of the fixed courses of CI, or not by them: with the profile "soak" only
-# (FXGRAPH_HYPOTHESIS_PROFILE=soak), whose courses are new ones each time.
-RARE = {
-    "an output that somebody holds is overwritten",
-    "inputs are copied once only",
-    "an output without a gradient counts as one of zeros",
-    "weights are cast at every use",
-    "a static gradient that somebody holds is overwritten",
-    "gradients are written where they are to be added",
-    "hooks of parameters go unnoticed",
-    "parameters that are asked for are not found",
-    "every backward accumulates",
+_LINEAR, _IN_GRAPH = Blueprint(("linear", "tanh")), Setup(grads="in_graph")
+_TRAIN, _CALL = ("train", 3, "plain", "leaf", "plain"), ("call", 3, "plain", "leaf", "plain")
+
+# Found after too many steps of the random courses of CI, or not by them: with the profile "soak" only
+# (FXGRAPH_HYPOTHESIS_PROFILE=soak), whose courses are new ones each time. In CI by a course of few steps.
+RARE: dict[str, tuple[Blueprint, Setup, list[Step]]] = {
+    "an output that somebody holds is overwritten": (
+        _LINEAR,
+        Setup(),
+        [("without_grad", 3, "plain", "keep"), ("without_grad", 3, "plain", "no_grad")],
+    ),
+    "inputs are copied once only": (_LINEAR, Setup(), [_TRAIN, _TRAIN, _TRAIN]),
+    "an output without a gradient counts as one of zeros": (
+        Blueprint(("linear", "linear"), form="dict"),
+        Setup(),
+        [_CALL, ("backward", 0, 1, False)],
+    ),
+    "weights are cast at every use": (
+        Blueprint(("tied", "tanh", "tied")),
+        Setup(),
+        [("train", 3, "plain", "leaf", "autocast")],
+    ),
+    "a static gradient that somebody holds is overwritten": (
+        _LINEAR,
+        _IN_GRAPH,
+        [_TRAIN, ("keep_gradients",), ("zero_grad", True), _TRAIN],
+    ),
+    "gradients are written where they are to be added": (_LINEAR, _IN_GRAPH, [_TRAIN] * 4),
+    "hooks of parameters go unnoticed": (_LINEAR, _IN_GRAPH, [("hook_parameter", 0, "scale"), _TRAIN]),
+    "parameters that are asked for are not found": (_LINEAR, _IN_GRAPH, [_CALL, ("gradients", 0, 0, False)]),
+    "every backward accumulates": (_LINEAR, _IN_GRAPH, [_CALL, ("gradients", 0, -2, False)]),
 }
 
 
@@ -213,3 +234,12 @@ def test_the_machine_finds(name: str, device: str, monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(Found):
         run_state_machine_as_test(Faulty, settings=many)
+
+
+@pytest.mark.parametrize("name", RARE, ids=lambda name: name.replace(" ", "-"))
+def test_a_course_of_few_steps_shows(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the machine can come to the fault, and sees it then; without the fault the course is the same as eager's."""
+    take_course(*RARE[name], device)
+    FAULTS[name](monkeypatch)
+    with pytest.raises(Difference):
+        take_course(*RARE[name], device)

@@ -9,6 +9,7 @@ import gc
 import importlib
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,10 @@ def changed(what: str) -> str:
 NAMES: list[tuple[str, list[str]]] = [
     ("torch._C._storage_Use_Count", []),
     ("torch.Tensor._use_count", []),
+    ("torch._subclasses.fake_tensor.is_fake", ["x"]),
+    ("torch._C._get_tracing_state", []),
+    ("torch._C._are_functorch_transforms_active", []),
+    ("torch._C._len_torch_dispatch_stack", []),
     ("torch.Tensor.grad_dtype", []),
     ("torch._foreach_add_", []),
     ("torch._foreach_copy_", []),
@@ -77,6 +82,12 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._subclasses.fake_impls.op_implementations_dict", []),
     ("torch._C._AutoDispatchBelowAutograd", []),
     ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
+    ("torch._dynamo.convert_frame._clear_fake_mode_weakrefs", ["fake_mode"]),
+    ("torch.Tensor._use_count", []),
+    ("torch._subclasses.fake_tensor.is_fake", ["x"]),
+    ("torch._C._get_tracing_state", []),
+    ("torch._C._are_functorch_transforms_active", []),
+    ("torch._C._len_torch_dispatch_stack", []),
     ("torch.fx._lazy_graph_module._LazyGraphModule.force_recompile", ["gm"]),
     ("torch._dynamo.exc.Unsupported", []),
     ("torch._dynamo.guards.profile_guard_manager", []),
@@ -479,6 +490,34 @@ def test_one_tensor_as_two_arguments_is_guarded() -> None:
     assert apart.check({"x": a, "y": b}) and not apart.check({"x": a, "y": a}), changed("Dynamo's aliasing guards")
     assert same.check({"x": a, "y": a}) and not same.check({"x": a, "y": b}), changed("Dynamo's aliasing guards")
     assert len(same.sources) == 1
+
+
+def test_no_weak_reference_is_left_where_it_would_be_against_a_swap() -> None:
+    def prints(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        print(y)  # noqa: T201
+        return y
+
+    x, other = torch.ones(3), torch.zeros(3)
+    reading = dynamo.read(lambda x: x.sin(), (x,), {})
+    assert reading.graph is not None
+    aot.export_joint(reading.graph, (x,))
+    assert not weakref.getweakrefs(x), changed(
+        "what a reading, or AOTAutograd, remembers of tensors by weak references"
+    )
+    try:
+        dynamo.read(prints, (x,), {})
+    except dynamo.Unsupported as error:
+        assert hasattr(error, "_torch_dynamo_tracer_output"), changed("Dynamo's errors have no tracer output")
+    gc.collect()
+    assert not weakref.getweakrefs(x), changed(
+        "what a reading, or AOTAutograd, remembers of tensors by weak references"
+    )
+    torch.utils.swap_tensors(x, other)
+    reference = weakref.ref(x)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(x, other)
+    assert reference() is x
 
 
 def test_numbers_are_constants_also_at_the_second_reading() -> None:

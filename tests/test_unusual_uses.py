@@ -378,3 +378,31 @@ def test_a_graph_module_that_has_not_been_called_yet(device: str) -> None:
     torch.compile(lambda x: x.sin() + 1, backend=backend)(x)
     graphed = fxgraph.make_graphed_callables(seen[0], (x,))
     assert torch.equal(graphed(x)[0], x.sin() + 1)
+
+
+@pytest.mark.filterwarnings("ignore::fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("entry", ["callables", "in parts", "compile"])
+def test_a_failing_op_prints_nothing(
+    entry: str, capfd: pytest.CaptureFixture[str]
+) -> None:  # on a GPU such an index ends its use
+    def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.index_select(x.sin(), 0, index).cos()
+
+    def in_parts(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        y = pick(x, index)
+        print("", end="")  # noqa: T201
+        return pick(y, index)
+
+    x, good, bad = torch.randn(3, requires_grad=True), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 9])
+    if entry == "compile":
+        graphed = torch.compile(pick, backend="graphed")
+    else:
+        graphed = make_graphed_callables(in_parts if entry == "in parts" else pick, (x, good))
+    with pytest.raises(IndexError, match="index out of range"):
+        graphed(x, bad)
+    waiting = [graphed(x, good) for _ in range(3)]  # past max_in_flight
+    with pytest.raises(IndexError, match="index out of range"):
+        graphed(x, bad)
+    assert len(waiting) == 3
+    assert capfd.readouterr().err == ""

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import inductor
 from .functionalize import written_in_place
 from .product import both_formulas
-from .tracing import tracing
+from .tracing import forget_tensors, tracing
 
 OutputType = schemas.OutputType
 TangentAOTInput = descriptors.TangentAOTInput
@@ -127,6 +127,7 @@ def export_joint(
             keep_inference_input_mutations=True,
             decompositions=inductor.decompositions() if for_inductor else None,
         )
+        forget_tensors(joint._aot_state.flat_args)
         return joint.graph_module, joint._aot_state.fw_metadata
 
 

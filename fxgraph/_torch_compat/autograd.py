@@ -27,18 +27,23 @@ SWITCH_GRAD_MODE = torch._C._set_grad_enabled
 """What Dynamo puts into a graph for ``torch.no_grad()`` and its like."""
 
 
-def forward_ad_level() -> int:
-    """The level of forward-mode differentiation that is on; -1 if none is."""
-    return forward_ad._current_level
+def why_not_replay() -> str:
+    """What is at work that has to see the ops themselves, which a replay does not show; empty where nothing is."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode automatic differentiation (torch.autograd.forward_ad) is on"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is at work around it"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode is on (torch.utils._python_dispatch), as inside of make_fx"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace is at work around it"
+    return ""
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch of them, in a backward with ``is_grads_batched=True`` or inside of vmap."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
-
-
-transforms_active = torch._C._are_functorch_transforms_active
 
 
 def will_run(node: torch.autograd.graph.Node) -> bool:
@@ -111,8 +116,8 @@ def saved_tensors_hooked() -> bool:
 
 @contextlib.contextmanager
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """In-place writes inside leave the tensors' version counters as they were."""
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    """In-place writes inside leave the tensors' version counters as they were. Inference tensors have none."""
+    with _unsafe_preserve_version_counter(tuple([tensor for tensor in tensors if not tensor.is_inference()])):
         yield
 
 

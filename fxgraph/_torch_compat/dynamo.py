@@ -45,7 +45,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from .fake_impls import masks_broadcast
-from .tracing import tracing
+from .tracing import forget_tensors, tracing
 
 Unsupported = exc.Unsupported
 """Dynamo cannot read a piece of Python (a graph break)."""
@@ -61,6 +61,8 @@ _PASSES_OVER = "use_recursive_dict_tags_for_guards"
 # record_runtime_overhead: a mark in profiles that costs each call as much as the guards.
 # enable_dynamo_decompositions: operators with a number (``add_`` with alpha, ``addcdiv`` with value) are taken apart,
 #     which rounds otherwise. Without it a tensor in place of the number is read on the host, as in eager.
+# invalidate_compile_context_weakrefs: what Dynamo remembers of tensors by weak references goes when it has read; torch
+#     swaps no tensor that has one (``torch.utils.swap_tensors``).
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
 _UNSAFE = (
@@ -83,6 +85,7 @@ _STRICT: dict[str, Any] = {
     "specialize_float": True,
     "allow_rnn": True,
     "record_runtime_overhead": False,
+    "invalidate_compile_context_weakrefs": True,
 }
 
 DATA_IN_GRAPH = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -319,6 +322,7 @@ def read(
     assert isinstance(plain, types.FunctionType), f"read() got a {type(plain).__name__}"
     with (
         tracing(),
+        _marked(),
         strict(**config),
         get_metrics_context(),
         dynamo_timed("fxgraph_read"),
@@ -328,15 +332,39 @@ def read(
     ):
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)
-        except ReadErrors:
+        except ReadErrors as error:
+            _forget_reading(error)
             raise
         except Exception as error:
+            _forget_reading(error)
             # A fault of Dynamo's own, of any type; its own entry (convert_frame.py) wraps all of them into this one
             # too.
             raise exc.InternalTorchDynamoError(f"{type(error).__name__}: {error}") from error
         if capture.backend_input is not None:
             refuse_miscompiled(capture.backend_input.graph_module)
-        return Reading(plain, capture)
+        reading = Reading(plain, capture)
+        if capture.backend_input is not None:
+            forget_tensors(node.meta.get("example_value") for node in capture.backend_input.graph_module.graph.nodes)
+        return reading
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    global _reading
+    before, _reading = _reading, True
+    try:
+        yield
+    finally:
+        _reading = before
+
+
+def _forget_reading(error: BaseException) -> None:
+    """What Dynamo leaves of a reading that failed holds weak references to its tensors: see :func:`forget_tensors`."""
+    tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
+    output_graph = getattr(tracer_output, "output_graph_for_cleanup", None)
+    if output_graph is not None:
+        output_graph.tracing_context.tensor_to_context.clear()
+        forget_tensors(node.meta.get("example_value") for node in output_graph.graph.nodes)
 
 
 # Dynamo reads with the function modes (torch.set_default_device is one) taken off, and finds them in a manager. From
@@ -442,15 +470,35 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def skipped(function: Function) -> Function:
+    """Where Dynamo does not read this function as a part of another one, it runs it, and what it calls, as it is."""
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def never_read(function: Function) -> Function:
     """Dynamo and compiled autograd run this function, and what it calls, as it is.
 
     ``torch.compiler.disable`` does the same by a wrapper that costs each call some microseconds; this marks the code.
     """
-    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     vars(function)["_torchdynamo_disable"] = True
-    return function
+    return skipped(function)
+
+
+def outside_of_graphs(reason: str) -> Callable[[Function], Function]:
+    """Dynamo ends its graph at a call of this function; the reason is what it says where it may not."""
+    disable: Callable[[Function], Function] = torch.compiler.disable(reason=reason)
+    return disable
+
+
+_reading = False  # under the lock of tracing()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it bare
+def reads_inside() -> bool:
+    """In code that Dynamo reads: whether it is :func:`read` or ``torch.export`` that has it read."""
+    return _reading or torch.compiler.is_exporting()
 
 
 SkipFrame = exc.SkipFrame

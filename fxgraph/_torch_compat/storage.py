@@ -1,8 +1,11 @@
-"""Who holds a buffer: ``torch._C._storage_Use_Count`` (used by torch's own ``_inductor/cudagraph_trees.py``)."""
+"""Who holds a tensor, or a buffer: ``torch._C._storage_Use_Count`` (as in torch's ``_inductor/cudagraph_trees.py``)."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -36,3 +39,38 @@ class Held:
         """Indices of the tensors whose storages somebody else holds."""
         counts = zip(use_counts(self._addresses), self._baselines, strict=True)
         return [i for i, (count, baseline) in enumerate(counts) if count != baseline]
+
+
+class Watched:
+    """Tells whether anybody but us still has a tensor, without a weak reference to it: one that has some cannot be
+    swapped (``torch.utils.swap_tensors``).
+
+    All who watch a tensor share one of these, so that there is one reference to be counted out.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    _known: ClassVar[weakref.WeakValueDictionary[int, Watched]] = weakref.WeakValueDictionary()
+    _alone: ClassVar[int] = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Watched:
+        """The one that watches this tensor."""
+        known = cls._known.get(id(tensor))
+        if known is None:
+            known = cls._known[id(tensor)] = cls(tensor)
+        return known
+
+    @property
+    def held(self) -> bool:
+        """Whether it is held elsewhere: in Python, or in C++ (by a node of autograd's, say)."""
+        return self._references() > self._alone or self.tensor._use_count() > 1  # type: ignore[attr-defined]
+
+    def _references(self) -> int:
+        return sys.getrefcount(self.tensor)
+
+
+Watched._alone = Watched(torch.empty(0))._references()

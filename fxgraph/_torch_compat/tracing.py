@@ -1,13 +1,15 @@
-"""What has to be so while torch traces: one thread at a time, and no warnings that eager would not give."""
+"""What has to be so while torch traces: one thread at a time, no warnings that eager would not give, no traces left."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch._dynamo import convert_frame
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 
 LOCK = convert_frame.compile_lock
 """Held while torch traces or captures: fx's interpreter, which captures, writes process-wide state too. It is the lock
@@ -42,3 +44,16 @@ def tracing() -> Iterator[None]:
     with LOCK, warnings.catch_warnings(), _unlogged():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
+
+
+def forget_tensors(values: Iterable[Any]) -> None:
+    """Have the modes of fake values, which live on with them, drop their weak references to the tensors that they met.
+
+    torch swaps no tensor to which there is a weak reference (``torch.utils.swap_tensors``, ``Module.to`` and
+    ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion``).
+    """
+    for mode in {value.fake_mode for value in values if isinstance(value, FakeTensor)}:
+        convert_frame._clear_fake_mode_weakrefs(mode)
+
+
+__all__ = ["LOCK", "forget_tensors", "is_fake", "tracing"]

@@ -231,13 +231,3 @@ def poison_value(dtype: torch.dtype) -> float | bool | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).max // 2
-
-
-def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its expanded dimensions narrowed to one element: all of its memory, each element once."""
-    if 0 not in tensor.stride():
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
