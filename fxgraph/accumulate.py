@@ -37,7 +37,7 @@ import torch
 from torch import fx
 from torch.utils.dlpack import from_dlpack
 
-from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only
+from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only, untouched
 from ._torch_compat.storage import use_counts
 from .engines import Engine, Pool
 from .engines.base import copy_all, copy_laid_out
@@ -166,6 +166,8 @@ class Accumulator:
         self.statics = [_static_gradient(engine, pool, parameter) for parameter in parameters]
         self._known_places: _Places | None = None
         self._device = parameters[0].device
+        with kernels_only():
+            self._anchor = torch.empty(0, device=self._device)
 
     @property
     def nothing_there(self) -> Pattern:
@@ -178,7 +180,7 @@ class Accumulator:
         Each call has its own. For the engine makes the caller's stream wait for those on which leaves are come to, and
         the node of a leaf belongs to the stream on which it was made: here the forward's.
         """
-        return torch.empty(0, device=self._device, requires_grad=True)
+        return self._anchor.detach().requires_grad_()
 
     def parameters(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those among the inputs of a call."""
@@ -211,25 +213,34 @@ class Accumulator:
         Raises:
             ReplayError: ``hook-after-forward``.
         """
-        refuse_hooks(parameters)
+        if not untouched(parameters):
+            refuse_hooks(parameters)
+            if accumulated_elsewhere(parameters):
+                return None
         if not all([parameter.requires_grad and parameter.is_leaf for parameter in parameters]):  # noqa: C419  # quicker
             return None
-        if accumulated_elsewhere(parameters):
-            return None
-        places = self._places()
         grads = [parameter.grad for parameter in parameters]
         there = tuple([grad is not None for grad in grads])
-        ours = [grad for grad in grads if grad is not None]
-        if ours and not (
-            all(map(operator.is_, ours, [static.handed for static in itertools.compress(self.statics, there)]))
-            and [grad.data_ptr() for grad in ours] == list(itertools.compress(places.addresses, there))
-            and [grad.stride() for grad in ours] == list(itertools.compress(places.strides, there))
-        ):
+        if not any(there):
+            missing: Sequence[int] = range(len(there))
+        elif self._are_ours(grads, there):
+            missing = [k for k, is_there in enumerate(there) if not is_there]
+        else:
             return None
-        if not self._may_write([k for k, is_there in enumerate(there) if not is_there], parameters):
+        if not self._may_write(missing, parameters):
             return None
         self._in_order()
         return there
+
+    def _are_ours(self, grads: Sequence[torch.Tensor | None], there: Pattern) -> bool:
+        """Whether those that are there are what was handed out, where it was."""
+        places = self._places()
+        ours = [grad for grad in grads if grad is not None]
+        return (
+            all(map(operator.is_, ours, [static.handed for static in itertools.compress(self.statics, there)]))
+            and [grad.data_ptr() for grad in ours] == list(itertools.compress(places.addresses, there))
+            and [grad.stride() for grad in ours] == list(itertools.compress(places.strides, there))
+        )
 
     def _in_order(self) -> None:
         """What comes next in the current stream comes after what static gradients were last written by."""

@@ -206,8 +206,9 @@ class GraphedCallable:
                 expected=f"arguments for {self._plain.__name__}{inspect.signature(self.function)}",
                 hint="call it as you would call the original",
             ) from error
-        for name, cell in zip(self._freevars, self._plain.__closure__ or (), strict=True):
-            names[name] = cell.cell_contents
+        if self._freevars:
+            for name, cell in zip(self._freevars, self._plain.__closure__ or (), strict=True):
+                names[name] = cell.cell_contents
         return names
 
     def _answer_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: dict[str, Any]) -> Any:
@@ -447,6 +448,8 @@ def _binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], dict[str
 
     def quickly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         names = dict(zip(order, args, strict=False))
+        if len(args) == len(order) and not kwargs:
+            return names
         if len(args) > len(order) or (kwargs and not (kwargs.keys() <= known and kwargs.keys().isdisjoint(names))):
             return slowly(args, kwargs)  # which says what is wrong
         names.update(kwargs)

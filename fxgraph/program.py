@@ -521,14 +521,13 @@ class Program:
         device = tensors[0].device  # there is but one: the rules have been judged
         engine = engines.get(engines.name_for(self.options.engine, [device]))
         pool = self.pools.get(engine, device)
-        live = [value for spec, value in zip(specs, tensors, strict=True) if spec.live]
         capture = Capture(
             graph,
             planned,
             regions,
             engine,
             device,
-            live,
+            tensors,
             pool,
             self.options.num_warmup_iters,
             self.options.max_in_flight,

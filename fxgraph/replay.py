@@ -63,9 +63,9 @@ class Call:
         self.lease = Lease(slot)
         if capture.plan.draws and capture.plan.repeatable:
             self.random_state = capture.engine.random_state(capture.device)
-        if capture.accumulator is not None and (accumulator := capture.accumulates(inputs)) is not None:
-            self.accumulator, self.anchor = accumulator, accumulator.new_anchor()
-            self.parameters = accumulator.parameters(inputs)
+        if capture.accumulator is not None and (found := capture.accumulates(inputs)) is not None:
+            self.accumulator, self.parameters = found
+            self.anchor = self.accumulator.new_anchor()
 
     @property
     def edges(self) -> Sequence[int]:
@@ -94,12 +94,14 @@ class Call:
         """Do with the parameters' gradients what is still to be done; gives those of the node's inputs."""
         if self.accumulator is None:
             return result
+        if not self.accumulated:
+            return (*[result[k] for k in self.edges], None)
         wanted = set(self.accumulated)
         values = [value if k in wanted else None for k, value in enumerate(result)]
         if self.request is not None and not self.request.accumulates:
             refuse_hooks([p for p, k in zip(self.parameters, self.accumulator.positions, strict=True) if k in wanted])
             self.request.found = values
-        elif wanted:
+        else:
             self.accumulator.add(self.parameters, values)
         return (*[result[k] for k in self.edges], None)
 
@@ -125,7 +127,7 @@ class Call:
             self.inputs = ()
             return waits
         self.versions = versions
-        history = [i for i in plan.gradient_of if not given[i].is_leaf]
+        history = [i for i in self.capture.may_have_history if not given[i].is_leaf]
         if history or plan.constant:
             inputs = list(given)
             for i in (*history, *plan.constant):
@@ -419,6 +421,8 @@ def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.
     accumulator.hand_out(call.parameters, pattern)
     call.accumulated = ()
     gradients: list[torch.Tensor | None] = [None] * len(call.capture.plan.gradient_of)
+    if not accumulator.others:
+        return tuple(gradients)
     with kernels_only():
         for k, gradient in zip(accumulator.others, backward.gradients, strict=True):
             gradients[k] = copy_of(gradient) if k in call.slot.copied_gradients else gradient.detach()

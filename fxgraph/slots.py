@@ -299,7 +299,7 @@ class Capture:
         regions: Regions,
         engine: Engine,
         device: torch.device,
-        live: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         pool: Pool,
         num_warmup_iters: int,
         max_in_flight: int,
@@ -308,9 +308,11 @@ class Capture:
         self.plan, self.regions = plan, regions
         self.engine, self.device, self.pool = engine, device, pool
         self.num_warmup_iters, self.max_in_flight = num_warmup_iters, max_in_flight
+        live = [tensor for spec, tensor in zip(plan.inputs, inputs, strict=True) if spec.live]
         self.addresses = tuple(tensor.data_ptr() for tensor in live)
-        places = dict(zip([i for i, spec in enumerate(plan.inputs) if spec.live], self.addresses, strict=True))
-        self.saved_addresses = tuple(places[i] for i in plan.saved_live)
+        self.saved_addresses = tuple(inputs[i].data_ptr() for i in plan.saved_live)
+        # A Parameter has no history (were one given some, in place, a call would only be kept longer than it should).
+        self.may_have_history = [i for i in plan.gradient_of if not isinstance(inputs[i], torch.nn.Parameter)]
         self._live = [Watched.of(tensor) for tensor in live]
         self.slots: list[Slot] = []
         self.copied_outputs: set[int] = set()
@@ -332,8 +334,8 @@ class Capture:
             for watched, address in zip(self._live, self.addresses, strict=True)
         )
 
-    def accumulates(self, inputs: Sequence[torch.Tensor]) -> Accumulator | None:
-        """What accumulates the gradients of a call's parameters; None where autograd has to do it."""
+    def accumulates(self, inputs: Sequence[torch.Tensor]) -> tuple[Accumulator, list[torch.Tensor]] | None:
+        """What accumulates the gradients of a call's parameters, and these; None where autograd has to do it."""
         if self.accumulator is None:
             return None
         parameters = self.accumulator.parameters(inputs)
@@ -343,7 +345,7 @@ class Capture:
             if len({id(parameter) for parameter in parameters}) < len(parameters):
                 return None
             self.accumulator = self.accumulator.again(inputs)
-        return self.accumulator
+        return self.accumulator, parameters
 
     def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
         """Capture one more slot on these inputs."""

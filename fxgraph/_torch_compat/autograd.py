@@ -58,9 +58,12 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
 
 def hooked(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether one of these leaves has a hook that Python has registered: of its own, or of its ``AccumulateGrad``."""
-    if any([p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters]):  # noqa: C419  # quicker
-        return True
-    return any(map(_node_hooked, _with_node(parameters)))
+    return _hooked_themselves(parameters) or any(map(_node_hooked, _with_node(parameters)))
+
+
+def untouched(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether nothing in C++ holds one of these leaves, so that none has an ``AccumulateGrad``, and none has hooks."""
+    return max(_holders(parameters), default=1) == 1 and not _hooked_themselves(parameters)
 
 
 def watched(parameters: Sequence[torch.Tensor]) -> bool:
@@ -70,12 +73,18 @@ def watched(parameters: Sequence[torch.Tensor]) -> bool:
     registers one keeps the node, and it keeps the leaf; the reducer keeps the leaf itself too. A node that is kept by
     nothing but an old loss counts for one.
     """
+    if untouched(parameters):
+        return False
     return hooked(parameters) or max(_holders(parameters), default=0) > 2  # Python, and a node
 
 
 def accumulated_elsewhere(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Inside a backward: those of these leaves whose ``AccumulateGrad`` the engine will run."""
     return [p for p in _with_node(parameters) if will_run(_node_of(p))]
+
+
+def _hooked_themselves(leaves: Sequence[torch.Tensor]) -> bool:
+    return any([p._backward_hooks or p._post_accumulate_grad_hooks for p in leaves])  # noqa: C419  # quicker
 
 
 def _with_node(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
