@@ -77,6 +77,13 @@ class Runner(Protocol):
         """Give up all captures."""
 
 
+class _WritesShared(RunEagerly):
+    """An input that is written shares memory with another one: a matter of the call, not of its signature."""
+
+    def __init__(self) -> None:
+        super().__init__("an input that is changed in place shares memory with another input")
+
+
 class _TakenOver(Exception):
     """Another runner answers this call; see Note [An op that fails to be captured]."""
 
@@ -196,6 +203,7 @@ class Program:
         self.lock = threading.RLock()
         self.captures: collections.OrderedDict[Any, Capture] = collections.OrderedDict()
         self.eager_keys: dict[Any, str] = {}
+        self._shared_once: set[Any] = set()  # keys of which a call could not be traced for its inputs shared memory
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.replays = 0
         self._without_inductor: set[str] = set()  # reasons that have been said
@@ -412,10 +420,16 @@ class Program:
             raise _TakenOver
         if key in self.eager_keys:
             raise RunEagerly(self.eager_keys[key])
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)] if key in self._shared_once else []
+        if shares_memory(tensors, range(len(tensors))):
+            raise _WritesShared
         if self.captures:
             self._refuse_new_signature(inputs)
         try:
             capture = self._new_capture(inputs)
+        except _WritesShared:
+            self._shared_once.add(key)
+            raise
         except RunEagerly as error:
             self.eager_keys[key] = str(error)
             raise
@@ -499,7 +513,7 @@ class Program:
                 capture.written = WrittenMemory(capture.plan.inputs, written, tensors)
             shared = capture.written.shared(tensors)
         if shared:
-            raise RunEagerly("an input that is changed in place shares memory with another input")
+            raise _WritesShared
 
     def _new_capture(self, inputs: Sequence[Any]) -> Capture:
         tensors = tuple(value for value in inputs if isinstance(value, torch.Tensor))
@@ -516,6 +530,8 @@ class Program:
             raise RunEagerly("its inputs are fake tensors")
         graph = trace.specialise(self.graph, inputs)
         planned, regions = self._plan(graph, specs, tensors)
+        if len(planned.inputs) < len(tensors):  # AOTAutograd has made one of those that share memory
+            raise _WritesShared
         if planned.mutated and trace.for_eager(graph) is not graph:
             raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")
         device = tensors[0].device  # there is but one: the rules have been judged

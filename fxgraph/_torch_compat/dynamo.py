@@ -232,8 +232,10 @@ class Reading:
         for name, value in made.__globals__.items():
             if name != self._backend_id:
                 self._globals.setdefault(name, value)
-        self._globals[own] = run_graph
         bound = types.FunctionType(code, self._globals, made.__name__, made.__defaults__, made.__closure__)
+        # Held by the function, not by the globals: so all goes at once when nothing else holds the function.
+        vars(bound)["run_graph"] = run_graph
+        self._globals[own] = weakref.proxy(run_graph)
         bound.__kwdefaults__ = made.__kwdefaults__
         weakref.finalize(bound, self._globals.pop, own, None)
         weakref.finalize(bound, self._calls_graph_at.pop, code, None)
