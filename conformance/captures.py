@@ -295,16 +295,16 @@ def others(step: Step, fresh: Any) -> list[torch.Tensor] | None:
     return values if fit else None
 
 
-def others_on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The values with one less in tensors of the host, if they stand beside tensors of a device.
+def others_on_host(values: Sequence[torch.Tensor], by: int) -> list[torch.Tensor] | None:
+    """The values with so much added in tensors of the host, if they stand beside tensors of a device.
 
     What a capture has read of them, a length, say, stays as it was; and samples with another seed have the same.
     """
     on_host = [value.device.type == "cpu" for value in values]
-    lowered = [h and v.dtype.is_signed and v.layout == torch.strided for h, v in zip(on_host, values, strict=True)]
-    if not any(lowered) or all(on_host):
+    moved = [h and v.dtype.is_signed and v.layout == torch.strided for h, v in zip(on_host, values, strict=True)]
+    if not any(moved) or all(on_host):
         return None
-    return [value - 1 if lower else value for value, lower in zip(values, lowered, strict=True)]
+    return [value + by if move else value for value, move in zip(values, moved, strict=True)]
 
 
 def raw(
@@ -447,7 +447,7 @@ def run_sample(
         return {"raw": f"{SKIPPED}: {describe(error)}", "ids": [], "relation": SKIPPED}
     runs = [(step.values, expected)]
     notes = []
-    for values in (others(step, fresh), others_on_host(step.values)):
+    for values in (others(step, fresh), others_on_host(step.values, -1), others_on_host(step.values, 1)):
         try:
             runs += [] if values is None else [(values, run_eager(step, values, 1))]
         except Exception as error:  # eager's own, on values that it was not made for

@@ -133,10 +133,10 @@ def test_other_values_must_fit() -> None:
 
 def test_other_values_of_the_host_stand_beside_those_of_a_device() -> None:
     length, far = torch.tensor(2), torch.empty(3, device="meta")
-    assert captures.others_on_host([length]) is None
-    assert captures.others_on_host([far]) is None
-    assert captures.others_on_host([far, torch.tensor(True)]) is None
-    x, lower = captures.others_on_host([far, length]) or ()
+    assert captures.others_on_host([length], -1) is None
+    assert captures.others_on_host([far], -1) is None
+    assert captures.others_on_host([far, torch.tensor(True)], -1) is None
+    x, lower = captures.others_on_host([far, length], -1) or ()
     assert x is far and (lower.item(), length.item()) == (1, 2)
 
 
