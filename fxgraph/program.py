@@ -251,7 +251,7 @@ class Program:
             return self.instead(*given)
         except _OnAten:
             return self(*given)
-        self._count_eager(reason)
+        self.say_eager(reason)
         try:
             return tuple(self._eager(*inputs))
         except Exception as error:
@@ -291,7 +291,7 @@ class Program:
                 reason = found
             if self.instead is not None:
                 return self.instead.prepare(given)
-            self._count_eager(reason, calls=0)
+            self.say_eager(reason, calls=0)
             return Prepared(used={id(value) for value in inputs})
 
     def _set_aside(self, error: CaptureError, capture: Capture) -> str | None:
@@ -366,7 +366,7 @@ class Program:
                 if reason is None:
                     raise
                 if self.instead is None:
-                    self._count_eager(reason, calls=0)
+                    self.say_eager(reason, calls=0)
 
     def release(self) -> None:
         """Give up all captures."""
@@ -647,7 +647,8 @@ class Program:
                 instead="nothing is left capturing, and the memory has been given back",
             ) from error
 
-    def _count_eager(self, reason: str, calls: int = 1) -> None:
+    def say_eager(self, reason: str, calls: int = 1) -> None:
+        """See :class:`fxgraph.replay.Runner`."""
         if reason not in self.eager_reasons:
             warnings.warn(f"fxgraph: {self.name} runs eagerly: {reason}", EagerFallbackWarning, stacklevel=4)
         self.eager_reasons[reason] += calls

@@ -16,6 +16,7 @@ import torch
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import (
+    autocast_is_on,
     is_batched,
     keep_graph,
     kernels_only,
@@ -233,6 +234,9 @@ class Runner(Protocol):
     def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The program's outputs, run by autograd under the autocast state of the capture."""
 
+    def say_eager(self, reason: str) -> None:
+        """Count a call that ran eagerly for this reason, and warn at the first."""
+
 
 def run(
     program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...], twin: Twin | None = None
@@ -343,7 +347,9 @@ class _Node(torch.autograd.Function):
                 call.begin_backward(ctx)
                 call.check_versions(ctx)
                 if torch.is_grad_enabled():
-                    result = _differentiable_backward(call, ctx, grads)
+                    result = _eager_backward(call, ctx, grads, "create_graph=True")
+                elif autocast_is_on():
+                    result = _backward_under_autocast(call, ctx, grads)
                 elif call.twin is None:
                     result = _backward(call, grads)
                 else:
@@ -471,10 +477,20 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
     return tuple([found.get(i) for i in plan.gradient_of])
 
 
-def _differentiable_backward(
+def _backward_under_autocast(
     call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """``create_graph=True``: run the forward again, eagerly, and let autograd differentiate it.
+    """A backward with autocast on: the ops that autograd calls then cast their inputs, and between nodes gradients are
+    cast back, which no region was captured for."""
+    call.program.say_eager("its backward runs with autocast on, which torch advises against: call backward() outside")
+    with torch.enable_grad():
+        return _eager_backward(call, ctx, grads, "a backward with autocast on", create_graph=False)
+
+
+def _eager_backward(
+    call: Call, ctx: Any, grads: Sequence[torch.Tensor | None], what: str, create_graph: bool = True
+) -> tuple[torch.Tensor | None, ...]:
+    """Run the forward again, eagerly, and let autograd differentiate it: for ``what``, in words for errors.
 
     Raises:
         DoubleBackwardError: where running the forward again is not the same as the forward that ran.
@@ -483,11 +499,11 @@ def _differentiable_backward(
     if not plan.repeatable:
         raise DoubleBackwardError(
             "double-backward",
-            "create_graph=True through a graphed callable whose forward cannot be run again",
+            f"{what} through a graphed callable whose forward cannot be run again",
             where=", ".join(_why_not_repeatable(plan)),
             observed="a forward that changes inputs in place and uses what they held before",
             expected="a forward that gives the same values when it runs a second time",
-            hint="run this callable eagerly where you need higher-order gradients: fxgraph.ungraph(callable)",
+            hint="run this callable eagerly where you need that: fxgraph.ungraph(callable)",
         )
     changed = [
         str(plan.inputs[i])
@@ -497,10 +513,10 @@ def _differentiable_backward(
     if changed:
         raise DoubleBackwardError(
             "double-backward-input-changed",
-            "create_graph=True after an input of the graphed callable was changed in place",
+            f"{what} after an input of the graphed callable was changed in place",
             where=", ".join(changed),
             observed="another version counter than at the forward",
-            expected="inputs that are not changed between the forward and a backward with create_graph=True",
+            expected="inputs that are not changed between the forward and the backward",
             hint="clone the input before you change it",
         )
     inputs = list(call.inputs)
@@ -525,7 +541,7 @@ def _differentiable_backward(
         [output for output, _ in chosen],
         [inputs[i] for i in sources],
         [grad for _, grad in chosen],
-        create_graph=True,
+        create_graph=create_graph,
         allow_unused=True,
     )
     found = dict(zip(sources, gradients, strict=True))

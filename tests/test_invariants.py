@@ -1718,3 +1718,22 @@ def test_i8_poisoned_slots_are_never_read(device: str, monkeypatch: pytest.Monke
 
     for _ in range(3):
         twins.both(step)
+
+
+@pytest.mark.filterwarnings("ignore:.*with autocast on:fxgraph.EagerFallbackWarning")
+@pytest.mark.parametrize("grads", ["autograd", "in_graph"])
+@pytest.mark.parametrize("forward", [False, True])
+def test_i6_a_backward_with_autocast_on(forward: bool, grads: str, device: str) -> None:
+    """Autograd's formulas cast their inputs then, and between its nodes gradients are cast back."""
+    twins = Twins(Net(), rows(device), device=device, options={"grads": grads})
+
+    def step(side: Side) -> Any:
+        x = rows(device, grad=True)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=forward):
+            y = side.module(x)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y.float().square().sum().backward()
+        return y.detach(), x.grad
+
+    for _ in range(2):
+        twins.both(step)

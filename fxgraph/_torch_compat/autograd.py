@@ -40,6 +40,10 @@ def why_not_replay() -> str:
     return ""
 
 
+autocast_is_on = torch._C._is_any_autocast_enabled
+"""``autocast_is_on() -> bool``, for any device."""
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch of them, in a backward with ``is_grads_batched=True`` or inside of vmap."""
     functorch = torch._C._functorch
