@@ -38,7 +38,7 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 
 from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only, untouched
-from ._torch_compat.storage import use_counts
+from ._torch_compat.storage import addresses, use_counts
 from .engines import Engine, Pool
 from .engines.base import copy_all, copy_laid_out
 from .errors import ReplayError
@@ -254,11 +254,11 @@ class Accumulator:
         storages, baselines = places.storages, places.baselines
         if len(missing) < len(storages):
             storages, baselines = [storages[k] for k in missing], [baselines[k] for k in missing]
-        counts = use_counts(storages)
-        if counts == baselines:
+        counts, lie_at = use_counts(storages), addresses([self.statics[k].storage for k in missing])
+        if counts == baselines and lie_at == [places.addresses[k] for k in missing]:
             return True
-        for k, count, baseline in zip(missing, counts, baselines, strict=True):
-            if count != baseline:
+        for k, count, baseline, address in zip(missing, counts, baselines, lie_at, strict=True):
+            if count != baseline or address != places.addresses[k]:
                 self.statics[k].renew(self._engine, self._pool, parameters[k])
         return False
 

@@ -410,3 +410,43 @@ def test_a_failing_op_prints_nothing(
         graphed(x, bad)
     assert len(waiting) == 3
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("grads", ["autograd", "in_graph"])
+@pytest.mark.parametrize("moved", ["freed", "shared"])
+def test_the_memory_of_gradients_is_freed_or_moved(moved: str, grads: str, device: str) -> None:
+    """As wrappers do that free what they need no more: a later replay must not write where it was."""
+    eager = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    graphed = copy.deepcopy(eager)
+    make_graphed_callables(graphed, (torch.randn(4, 6, device=device),), options={"grads": grads})
+    for _ in range(5):
+        x = torch.randn(4, 6, device=device)
+        for module in (eager, graphed):
+            module(x).square().sum().backward()
+        for one, other in zip(eager.parameters(), graphed.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+            if moved == "freed":
+                other.grad.untyped_storage().resize_(0)
+            else:
+                other.grad.share_memory_()
+            one.grad = other.grad = None
+
+
+@pytest.mark.parametrize("moved", ["freed", "shared"])
+def test_the_memory_of_outputs_is_freed_or_moved(moved: str, device: str) -> None:
+    eager = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    graphed = copy.deepcopy(eager)
+    make_graphed_callables(graphed, (torch.randn(4, 6, device=device),))
+    for _ in range(5):
+        x = torch.randn(4, 6, device=device)
+        outputs = [module(x) for module in (eager, graphed)]
+        assert torch.equal(*outputs)
+        outputs[0].sum().backward()
+        loss = outputs[1].sum()
+        if moved == "freed":
+            outputs[1].untyped_storage().resize_(0)
+        else:
+            outputs[1].detach().share_memory_()
+        loss.backward()
+        for one, other in zip(eager.parameters(), graphed.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)

@@ -17,28 +17,38 @@ def use_counts(storages: Sequence[int]) -> list[int]:
     return list(map(_use_count, storages))
 
 
+_address = torch.UntypedStorage.data_ptr
+
+
+def addresses(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Where the memory of each of these lies now: ``resize_`` and ``share_memory_`` give a storage other memory."""
+    return list(map(_address, storages))
+
+
 class Held:
-    """Watches the storages of some tensors: is anybody else holding one of them?
+    """Watches the storages of some tensors: is anybody else holding one of them, or has given it other memory?
 
     It keeps the storages alive, and takes as the baseline the count at the moment of its making, when only the slot
     holds them. Views, detached tensors and autograd's saved variables all count.
     """
 
-    __slots__ = ("_addresses", "_baselines", "_storages")
+    __slots__ = ("_addresses", "_baselines", "_cdata", "_storages")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._addresses = [storage._cdata for storage in self._storages]
-        self._baselines = use_counts(self._addresses)
+        self._addresses = addresses(self._storages)
+        self._cdata = [storage._cdata for storage in self._storages]
+        self._baselines = use_counts(self._cdata)
 
     def any(self) -> bool:
-        """Whether somebody else holds at least one of the storages."""
-        return use_counts(self._addresses) != self._baselines
+        """Whether at least one of the storages is not ours alone, where it was."""
+        return use_counts(self._cdata) != self._baselines or addresses(self._storages) != self._addresses
 
     def which(self) -> list[int]:
-        """Indices of the tensors whose storages somebody else holds."""
-        counts = zip(use_counts(self._addresses), self._baselines, strict=True)
-        return [i for i, (count, baseline) in enumerate(counts) if count != baseline]
+        """Indices of the tensors whose storages are not ours alone, where they were."""
+        now = zip(use_counts(self._cdata), addresses(self._storages), strict=True)
+        then = zip(self._baselines, self._addresses, strict=True)
+        return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other]
 
 
 class Watched:
