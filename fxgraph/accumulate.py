@@ -84,6 +84,11 @@ class StaticGradient:
         (self.baseline,) = use_counts([self.storage._cdata])
         StaticGradient.renewals += 1
 
+    @property
+    def moved(self) -> bool:
+        """Whether somebody has given it other memory (``p.grad.share_memory_()``): what was its own is freed."""
+        return self.storage.data_ptr() != self.memory.untyped_storage().data_ptr()
+
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradient would look like this."""
         own = self.base
@@ -129,6 +134,7 @@ class _Places:
 
     renewals: int
     memory: list[torch.Tensor]
+    alive: list[torch.UntypedStorage]
     addresses: list[int]
     strides: list[tuple[int, ...]]
     storages: list[int]
@@ -139,11 +145,16 @@ class _Places:
         return cls(
             StaticGradient.renewals,
             [static.memory for static in statics],
+            [static.storage for static in statics],
             [static.base.data_ptr() for static in statics],
             [static.base.stride() for static in statics],
             [static.storage._cdata for static in statics],
             [static.baseline for static in statics],
         )
+
+    def moved(self) -> bool:
+        """Whether somebody has given one of them other memory."""
+        return addresses(self.alive) != self.addresses
 
 
 class Accumulator:
@@ -201,9 +212,13 @@ class Accumulator:
         return self._places().memory
 
     def _places(self) -> _Places:
-        if self._known_places is None or self._known_places.renewals != StaticGradient.renewals:
-            self._known_places = _Places.of(self.statics)
-        return self._known_places
+        known = self._known_places
+        if known is None or known.renewals != StaticGradient.renewals or known.moved():
+            for static in self.statics:
+                if static.moved:
+                    static.renew(self._engine, self._pool, static.base)
+            known = self._known_places = _Places.of(self.statics)
+        return known
 
     def pattern(self, parameters: Sequence[torch.Tensor]) -> Pattern | None:
         """Which of them have a static gradient as ``.grad``, where the others' may be written.
@@ -254,11 +269,11 @@ class Accumulator:
         storages, baselines = places.storages, places.baselines
         if len(missing) < len(storages):
             storages, baselines = [storages[k] for k in missing], [baselines[k] for k in missing]
-        counts, lie_at = use_counts(storages), addresses([self.statics[k].storage for k in missing])
-        if counts == baselines and lie_at == [places.addresses[k] for k in missing]:
+        counts = use_counts(storages)
+        if counts == baselines:
             return True
-        for k, count, baseline, address in zip(missing, counts, baselines, lie_at, strict=True):
-            if count != baseline or address != places.addresses[k]:
+        for k, count, baseline in zip(missing, counts, baselines, strict=True):
+            if count != baseline:
                 self.statics[k].renew(self._engine, self._pool, parameters[k])
         return False
 

@@ -413,7 +413,7 @@ def test_a_failing_op_prints_nothing(
 
 
 @pytest.mark.parametrize("grads", ["autograd", "in_graph"])
-@pytest.mark.parametrize("moved", ["freed", "shared"])
+@pytest.mark.parametrize("moved", ["freed", "shared", "shared and kept", "shared with the module"])
 def test_the_memory_of_gradients_is_freed_or_moved(moved: str, grads: str, device: str) -> None:
     """As wrappers do that free what they need no more: a later replay must not write where it was."""
     eager = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
@@ -427,9 +427,12 @@ def test_the_memory_of_gradients_is_freed_or_moved(moved: str, grads: str, devic
             assert torch.equal(one.grad, other.grad)
             if moved == "freed":
                 other.grad.untyped_storage().resize_(0)
-            else:
+            elif moved != "shared with the module":
                 other.grad.share_memory_()
-            one.grad = other.grad = None
+            if moved != "shared and kept":
+                one.grad = other.grad = None
+        if moved == "shared with the module":
+            graphed.share_memory()
 
 
 @pytest.mark.parametrize("moved", ["freed", "shared"])
