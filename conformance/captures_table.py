@@ -20,6 +20,9 @@ RULES: dict[str, str] = {
 """By rule: why it may refuse what captures and replays right here."""
 
 OPS: dict[tuple[str, str], str] = {
+    ("torch_ops_aten__flash_attention_forward", LAXER): (
+        "the state of its dropout, which it leaves unwritten, in eager too, where there is none to drop"
+    ),
     ("ormqr", LAXER): "strides alone: the graph is traced, and on fake tensors the result is row-major",
     ("torch_ops_aten__efficient_attention_forward", LAXER): (
         "seed and offset of its dropout: torch has them on the CPU, but on the device while it captures; only the op's "

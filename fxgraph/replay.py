@@ -118,9 +118,8 @@ class Call:
         waits = []
         if plan.keeps:
             self.live, self.live_versions = plan.watched(given), plan.watched(versions)
-            if plan.saved_handed:
-                which = [k for k in plan.saved_handed if k not in self.capture.copied_outputs]
-                self.handed = [(handed[k].detach(), _version(handed[k]), k) for k in which]
+            # Copies too, which the backward does not read: in eager a change of one is an error, whoever holds what.
+            self.handed = [(handed[k].detach(), _version(handed[k]), k) for k in plan.saved_handed]
             waits = [given[plan.gradient_of[0]] if self.anchor is None else self.anchor]
         else:
             self.lease.end()

@@ -1408,6 +1408,35 @@ def test_i6_saved_tensors_moved_away_by_hooks(device: str) -> None:
         twins.both(step)
 
 
+@pytest.mark.filterwarnings("ignore:.*hooks for saved tensors are on:fxgraph.EagerFallbackWarning")
+def test_i6_saved_tensors_changed_by_hooks(device: str) -> None:
+    """As by those that keep activations in fewer bits."""
+    twins = Twins(Mlp(), rows(device), device=device)
+
+    def step(side: Side) -> Any:
+        x = rows(device, grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            loss = side.module(x).square().sum()
+        loss.backward()
+        return x.grad
+
+    for _ in range(2):
+        twins.both(step)
+
+
+def test_i6_an_output_changed_in_place_is_an_error_whoever_held_earlier_ones(device: str) -> None:
+    """Outputs that were found held are handed out as copies, which no backward reads."""
+    graphed = make_graphed_callables(lambda x: x.sigmoid(), (rows(device, grad=True),))
+    kept = []
+    for _ in range(4):
+        x = rows(device, grad=True)
+        y = graphed(x)
+        kept.append(y)
+        y.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_i6_a_parameter_changed_between_forward_and_backward_is_autograds_error(device: str) -> None:
     twins = Twins(Mlp(), rows(device), device=device)
 

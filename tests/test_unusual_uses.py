@@ -412,6 +412,22 @@ def test_a_failing_op_prints_nothing(
     assert capfd.readouterr().err == ""
 
 
+def test_an_inner_modules_class_gets_another_forward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    x = torch.randn(3, device=device)
+    graphed = make_graphed_callables(nn.Sequential(Doubles(), nn.Tanh()), (x,))
+    for _ in range(2):
+        assert torch.equal(graphed(x), (x * 2).tanh())
+        with monkeypatch.context() as patch:
+            patch.setattr(Doubles, "forward", lambda self, x: x * 3)
+            patch.setattr(nn.Tanh, "forward", lambda self, x: x.sigmoid())
+            for _ in range(2):
+                assert torch.equal(graphed(x), (x * 3).sigmoid())
+
+
 @pytest.mark.parametrize("grads", ["autograd", "in_graph"])
 @pytest.mark.parametrize("moved", ["freed", "shared", "shared and kept", "shared with the module"])
 def test_the_memory_of_gradients_is_freed_or_moved(moved: str, grads: str, device: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, graph
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -37,6 +37,10 @@ def why_not_replay() -> str:
         return "a dispatch mode is on (torch.utils._python_dispatch), as inside of make_fx"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace is at work around it"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # checkpoint's and save_on_cpu's give back what was saved
+    if hooks is not None and getattr(hooks[0], "__module__", "") not in ("torch.utils.checkpoint", graph.__name__):
+        return "hooks for saved tensors are on (torch.autograd.graph.saved_tensors_hooks), which may change them"
     return ""
 
 

@@ -25,6 +25,7 @@ import contextlib
 import dis
 import functools
 import itertools
+import operator
 import re
 import sys
 import types
@@ -129,7 +130,7 @@ class Reading:
         self.graph: torch.fx.GraphModule | None = None
         self.sources: list[str] = []
         output_graph = capture.graph_capture_output.output_graph
-        modules = _guarded_modules(output_graph) if _STRICT[_PASSES_OVER] else []
+        modules = _guarded_modules(output_graph)
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
@@ -267,8 +268,15 @@ def is_buffer(source: str) -> bool:
 def _with_classes(
     check: Callable[[dict[str, Any]], bool], modules: list[torch.nn.Module]
 ) -> Callable[[dict[str, Any]], bool]:
-    types_then = list(map(type, modules))
-    return lambda local_names: list(map(type, modules)) == types_then and check(local_names)
+    """The check, and that modules have the classes that they had, and these the forwards, which Dynamo does not guard."""
+    then = list(map(type, modules))
+    classes, forward = list(dict.fromkeys(then)), operator.attrgetter("forward")
+    forwards = list(map(forward, classes))
+    if not _STRICT[_PASSES_OVER]:  # the guards look at the classes themselves
+        return lambda local_names: list(map(forward, classes)) == forwards and check(local_names)
+    return lambda local_names: (
+        list(map(type, modules)) == then and list(map(forward, classes)) == forwards and check(local_names)
+    )
 
 
 def _offset_of_call(code: types.CodeType, name: str) -> int:
