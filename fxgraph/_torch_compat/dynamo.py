@@ -268,7 +268,7 @@ def is_buffer(source: str) -> bool:
 def _with_classes(
     check: Callable[[dict[str, Any]], bool], modules: list[torch.nn.Module]
 ) -> Callable[[dict[str, Any]], bool]:
-    """The check, and that modules have the classes that they had, and these the forwards, which Dynamo does not guard."""
+    """The check, and that modules have the classes that they had, and these the forwards: Dynamo guards no forward."""
     then = list(map(type, modules))
     classes, forward = list(dict.fromkeys(then)), operator.attrgetter("forward")
     forwards = list(map(forward, classes))
