@@ -84,6 +84,8 @@ def test_nothing_refers_weakly_to_the_users_tensors(entry: str, device: str) -> 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry != "inductor"])
 def test_a_swap_is_noticed(entry: str, device: str) -> None:
+    gc.collect()
+    before = fxgraph.stats().eager_calls  # of what other tests have left
     eager = net(device, Prints if entry == "in parts" else nn.Tanh)
     graphed = graphed_twin(eager, entry, device)
     for other in (None, torch.float32, torch.float64, torch.float32):
@@ -100,7 +102,7 @@ def test_a_swap_is_noticed(entry: str, device: str) -> None:
                         torch.utils.swap_tensors(buffer, buffer.to(other) + 0.5)
         for _ in range(2):
             assert_same(train(graphed, device), train(eager, device), f"swapped for {other}")
-    assert fxgraph.stats().eager_calls == 0
+    assert fxgraph.stats().eager_calls <= before
 
 
 @pytest.mark.usefixtures("swapping")
