@@ -42,7 +42,7 @@ from ._torch_compat.storage import addresses, use_counts
 from .engines import Engine, Pool
 from .engines.base import copy_all, copy_laid_out
 from .errors import ReplayError
-from .plan import Plan
+from .plan import Plan, picker
 from .trace import InputKind, output_args
 
 Pattern = tuple[bool, ...]
@@ -163,6 +163,7 @@ class Accumulator:
     Attributes:
         positions: which of ``plan.gradient_of`` they are.
         others: the rest of these.
+        parameters: takes them from the inputs of a call.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Accumulator:
         self.plan, self._engine, self._pool = plan, engine, pool
         self.positions = tuple(positions)
         self.others = tuple(k for k in range(len(plan.gradient_of)) if k not in set(positions))
-        self._indices = [plan.gradient_of[k] for k in positions]
+        self.parameters = picker([plan.gradient_of[k] for k in positions])
         parameters = self.parameters(inputs)
         self._ids = list(map(id, parameters))
         self.statics = [_static_gradient(engine, pool, parameter) for parameter in parameters]
@@ -192,10 +193,6 @@ class Accumulator:
         the node of a leaf belongs to the stream on which it was made: here the forward's.
         """
         return self._anchor.detach().requires_grad_()
-
-    def parameters(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those among the inputs of a call."""
-        return [inputs[i] for i in self._indices]
 
     def belongs_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether it is for these very tensors, or such as have taken their place: others can lie at the same
@@ -234,22 +231,22 @@ class Accumulator:
                 return None
         if not all([parameter.requires_grad and parameter.is_leaf for parameter in parameters]):  # noqa: C419  # quicker
             return None
+        places = self._places()
         grads = [parameter.grad for parameter in parameters]
         there = tuple([grad is not None for grad in grads])
         if not any(there):
             missing: Sequence[int] = range(len(there))
-        elif self._are_ours(grads, there):
+        elif self._are_ours(places, grads, there):
             missing = [k for k, is_there in enumerate(there) if not is_there]
         else:
             return None
-        if not self._may_write(missing, parameters):
+        if not self._may_write(places, missing, parameters):
             return None
         self._in_order()
         return there
 
-    def _are_ours(self, grads: Sequence[torch.Tensor | None], there: Pattern) -> bool:
+    def _are_ours(self, places: _Places, grads: Sequence[torch.Tensor | None], there: Pattern) -> bool:
         """Whether those that are there are what was handed out, where it was."""
-        places = self._places()
         ours = [grad for grad in grads if grad is not None]
         return (
             all(map(operator.is_, ours, [static.handed for static in itertools.compress(self.statics, there)]))
@@ -261,9 +258,8 @@ class Accumulator:
         """What comes next in the current stream comes after what static gradients were last written by."""
         _LAST[self._device] = self._engine.after(self._device, _LAST.get(self._device))
 
-    def _may_write(self, missing: Sequence[int], parameters: Sequence[torch.Tensor]) -> bool:
+    def _may_write(self, places: _Places, missing: Sequence[int], parameters: Sequence[torch.Tensor]) -> bool:
         """Whether nobody holds these static gradients; those that somebody holds are new ones afterwards."""
-        places = self._places()
         for k in missing:
             self.statics[k].handed = None
         storages, baselines = places.storages, places.baselines
@@ -323,7 +319,7 @@ class Accumulator:
             else:
                 grown.append((grad, value))
             del grad
-        self._may_write([k for k, _ in written], parameters)
+        self._may_write(self._places(), [k for k, _ in written], parameters)
         copy_all([self.statics[k].memory for k, _ in written], [value for _, value in written])
         foreach_add_([grad for grad, _ in grown], [value for _, value in grown])
         for k, _ in written:

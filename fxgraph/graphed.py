@@ -115,7 +115,7 @@ class GraphedCallable:
                     self._traced = [traced, *(other for other in self._traced if other is not traced)]
                 try:
                     return traced.call(*self._bound_self, *args, **kwargs)
-                except Exception as error:
+                except Exception as error:  # the callable's own goes on
                     if not traced.trace.does_not_fit(error):
                         raise
         if self._looks_to_capture:

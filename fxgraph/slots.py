@@ -334,7 +334,7 @@ class Capture:
             for watched, address in zip(self._live, self.addresses, strict=True)
         )
 
-    def accumulates(self, inputs: Sequence[torch.Tensor]) -> tuple[Accumulator, list[torch.Tensor]] | None:
+    def accumulates(self, inputs: Sequence[torch.Tensor]) -> tuple[Accumulator, Sequence[torch.Tensor]] | None:
         """What accumulates the gradients of a call's parameters, and these; None where autograd has to do it."""
         if self.accumulator is None:
             return None

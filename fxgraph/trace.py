@@ -166,7 +166,7 @@ class PythonTrace:
             return reasons
         try:
             return self._reading.why_not_inputs(self.flat_inputs(args, kwargs))
-        except Exception as error:
+        except Exception as error:  # whatever looking for an input raises: KeyError, AttributeError, a property's own
             if not self.does_not_fit(error):
                 raise
             return f"{type(error).__name__}: {error}"  # an input that is not there any more

@@ -96,7 +96,7 @@ def test_a_callable_in_parts_inside_of_a_compile(device: str) -> None:
     class Parts(Inner):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.linear(x).tanh()
-            print("", end="")  # noqa: T201
+            print("", end="")  # noqa: T201  # ends Dynamo's graph
             return self.norm(x).tanh()
 
     eager, graphed = pair(Parts(), device)

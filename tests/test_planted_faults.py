@@ -174,7 +174,7 @@ def outputs_that_do_not_require_grad_do(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_static_gradient_that_somebody_holds_is_overwritten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(accumulate.Accumulator, "_may_write", lambda self, missing, parameters: True)
+    patch.setattr(accumulate.Accumulator, "_may_write", lambda self, places, missing, parameters: True)
 
 
 @fault

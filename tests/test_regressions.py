@@ -627,8 +627,10 @@ def test_a_product_inside_of_torch_func(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
 @pytest.mark.filterwarnings("ignore:.*runs eagerly:fxgraph.EagerFallbackWarning")
 def test_a_mask_that_is_larger_than_what_it_selects_from(device: str) -> None:
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.masked_select(x.sin() * 2, mask).cos() * 2
+
     x, mask = torch.randn(10, device=device), torch.ones(10, 10, dtype=torch.bool, device=device)
-    function = lambda x, mask: torch.masked_select(x.sin() * 2, mask).cos() * 2  # noqa: E731
     graphed = fxgraph.make_graphed_callables(function, (x, mask))
     assert torch.equal(graphed(x, mask), function(x, mask))
 

@@ -429,7 +429,7 @@ def fits(traced: trace.PythonTrace, module: nn.Module, x: torch.Tensor) -> bool:
         return False
     try:
         traced.bind(lambda *inputs: inputs[:1])(module, x)
-    except Exception as error:
+    except Exception as error:  # any other than that of a call that does not fit goes on
         if traced.does_not_fit(error):
             return False
         raise
@@ -495,7 +495,7 @@ def test_one_tensor_as_two_arguments_is_guarded() -> None:
 def test_no_weak_reference_is_left_where_it_would_be_against_a_swap() -> None:
     def prints(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
-        print(y)  # noqa: T201
+        print(y)  # noqa: T201  # ends Dynamo's graph
         return y
 
     x, other = torch.ones(3), torch.zeros(3)

@@ -395,7 +395,7 @@ def test_a_failing_op_prints_nothing(
 
     def in_parts(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         y = pick(x, index)
-        print("", end="")  # noqa: T201
+        print("", end="")  # noqa: T201  # ends Dynamo's graph
         return pick(y, index)
 
     x, good, bad = torch.randn(3, requires_grad=True), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 9])

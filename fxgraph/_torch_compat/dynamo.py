@@ -173,7 +173,7 @@ class Reading:
             TensorGuards(
                 *tensors,
                 dynamic_dims_sizes=sizes,  # type: ignore[arg-type]  # of each tensor (guards.cpp); the stub has one's
-                dynamic_dims_strides=strides,  # type: ignore[arg-type]
+                dynamic_dims_strides=strides,  # type: ignore[arg-type]  # likewise
             ),
         )
 

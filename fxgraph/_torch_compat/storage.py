@@ -77,7 +77,7 @@ class Watched:
     @property
     def held(self) -> bool:
         """Whether it is held elsewhere: in Python, or in C++ (by a node of autograd's, say)."""
-        return self._references() > self._alone or self.tensor._use_count() > 1  # type: ignore[attr-defined]
+        return self._references() > self._alone or self.tensor._use_count() > 1  # type: ignore[attr-defined]  # no stub
 
     def _references(self) -> int:
         return sys.getrefcount(self.tensor)
