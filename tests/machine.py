@@ -170,8 +170,10 @@ class Side:
 
         return note
 
-    def recover(self) -> None:
-        """After an exception: its calls are dropped, and so are the gradients that it may have given in part."""
+    def recover(self, kept: int) -> None:
+        """After an exception, one side's at least: its calls are dropped, the gradients that it may have given in part,
+        and what it has kept beyond the first so many, which the other side may not have come to."""
+        del self.kept[kept:]
         self.leaks |= bool(self.module._backward_hooks)
         for call in self.involved:
             self._forget_call(call)
@@ -636,7 +638,7 @@ class Twins:
         self.steps.append(step)
         with self._told(step):
             what = f"step {len(self.steps)}, {step[0]}{step[1:]}"
-            before = rng_state(self.device)
+            before, kept = rng_state(self.device), len(self.eager.kept)
             expected = attempt(self.eager, step)
             after = rng_state(self.device)
             set_rng_state(before)
@@ -644,8 +646,8 @@ class Twins:
             exact, largest = self._exact(step), 0.0
             if found.error or expected.error:
                 self._compare_errors(found, expected, what)
-                self.eager.recover()
-                self.graphed.recover()
+                self.eager.recover(kept)
+                self.graphed.recover(kept)
                 set_rng_state(after)
                 if self.eager.updating:
                     # The two need not have come equally far: hooks may have changed parameters, and their versions.
