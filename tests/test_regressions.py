@@ -602,6 +602,47 @@ def test_the_gradient_of_a_product_follows_the_zeros_in_each_call(name: str, dty
     assert fxgraph.stats(graphed).eager_calls == 0
 
 
+CUMULATIVE_PRODUCTS = {
+    "first": lambda x: x.cumprod(0),
+    "last": lambda x: torch.cumprod(x, -1),
+    "in place": lambda x: x.clone().cumprod_(1),
+    "of columns": lambda x: x.t().cumprod(1),
+    "then prod": lambda x: x.cumprod(1).prod(0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", CUMULATIVE_PRODUCTS)
+def test_the_gradient_of_a_cumulative_product_follows_the_zeros_in_each_call(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    function = CUMULATIVE_PRODUCTS[name]
+    sample = torch.randn(7, 9, device=device, dtype=dtype, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (sample,))
+    for zeros in ((), (0,), (4,), (4, 6, 13), (8, 62), (4, 4 + 9, 4 + 18, 40), ()):
+        x = torch.randn(7, 9, device=device, dtype=dtype)
+        x.view(-1)[list(zeros)] = 0
+        x.requires_grad_()
+        expected, found = function(x), graphed(x)
+        tangent = torch.randn_like(expected)
+        gradients = [torch.autograd.grad(output, x, tangent)[0] for output in (expected, found)]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        # With zeros eager divides in place, which on the CPU rounds complex numbers otherwise than a division does.
+        exact = not (zeros and dtype.is_complex and device == "cpu")
+        tolerances = {"rtol": 0, "atol": 0} if exact else {}
+        torch.testing.assert_close(gradients[1], gradients[0], **tolerances, equal_nan=True)
+    assert fxgraph.stats(graphed).eager_calls == 0
+
+
+def test_the_gradient_of_a_cumulative_product_in_another_dtype(device: str) -> None:
+    x = torch.randn(4, 5, device=device, requires_grad=True)
+    function = lambda x: x.cumprod(1, dtype=torch.float64)  # noqa: E731
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    tangent = torch.randn(4, 5, device=device, dtype=torch.float64)
+    gradients = [torch.autograd.grad(f(x), x, tangent)[0] for f in (function, graphed)]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 def test_the_gradient_of_a_product_of_one_number(device: str) -> None:
     x = torch.tensor(3.0, device=device, requires_grad=True)
     for function in (lambda x: x.prod(), lambda x: x.prod(0), lambda x: x.prod(0, keepdim=True)):
