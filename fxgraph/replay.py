@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import (
@@ -26,6 +27,7 @@ from ._torch_compat.autograd import (
 )
 from ._torch_compat.dynamo import never_read
 from .accumulate import Accumulator, Request, refuse_hooks
+from .effects import seeds
 from .engines.base import compact, copy_laid_out, empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
@@ -410,8 +412,15 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
 def _op_by_op(plan: Plan, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     """The backward into new memory."""
     assert plan.backward is not None, "it has run"
+    return _outside_of_captures(plan.backward, inputs)
+
+
+def _outside_of_captures(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    given = list(inputs)
+    for k in seeds(graph):
+        given[k] = given[k].cpu()
     with kernels_only():
-        return tuple(plan.backward(*inputs))
+        return tuple(graph(*given))
 
 
 def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.Tensor | None, ...] | None:
@@ -470,8 +479,7 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
     partial = call.program.partial_backward(call.capture, tuple(tangent is not None for tangent in tangents))
     given = call.slot.backward_inputs()
     arguments = [given[k] for k in partial.saved] + [tangent for tangent in tangents if tangent is not None]
-    with kernels_only():
-        gradients = partial.graph(*arguments)
+    gradients = _outside_of_captures(partial.graph, arguments)
     found = dict(zip(partial.gradient_of, gradients, strict=True))
     return tuple([found.get(i) for i in plan.gradient_of])
 
