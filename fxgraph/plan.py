@@ -110,6 +110,8 @@ class Plan:
         layouts: for each tangent a fake tensor laid out as the backward takes it, where it takes one layout only.
         saved_live: live inputs whose memory the backward reads (autograd checks their versions) -> the positions of its
             inputs that lie there.
+        saved_static: other inputs whose memory the backward reads, which is a copy or the input's own (see
+            ``places.py``) -> likewise.
         saved_handed: node outputs whose memory the backward reads -> likewise.
         overwritten: mutated inputs whose former values no output depends on (BatchNorm's statistics in training).
         repeatable: whether running the forward again, on copies of ``overwritten`` and from the same state of the
@@ -134,6 +136,7 @@ class Plan:
     tangents: tuple[int, ...] = ()
     layouts: tuple[torch.Tensor, ...] = ()
     saved_live: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    saved_static: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     saved_handed: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] = ()
 
@@ -142,6 +145,11 @@ class Plan:
         """Inputs that require grad in the trace but have no gradient."""
         wanted = [i for i, info in enumerate(self.joint.metadata.input_info) if info.requires_grad]
         return tuple(i for i in wanted if i not in self.gradient_of) if self.backward is not None else tuple(wanted)
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[int]:
+        """Inputs that do not require grad in the trace."""
+        return frozenset(i for i, info in enumerate(self.joint.metadata.input_info) if not info.requires_grad)
 
     @functools.cached_property
     def written(self) -> tuple[int, ...]:
@@ -296,11 +304,10 @@ def make(joint: JointGraph) -> Plan:
     saved_in: dict[Any, set[int]] = {}
     for position, node in enumerate(saved):
         saved_in.setdefault(aliases.storage(node), set()).add(position)
-    plan.saved_live = {
-        i: frozenset(saved_in[aliases.storage(node)])
-        for i, node in enumerate(placeholders)
-        if specs[i].live and aliases.storage(node) in saved_in
-    }
+    for i, node in enumerate(placeholders):
+        if aliases.storage(node) in saved_in:
+            kind = plan.saved_live if specs[i].live else plan.saved_static
+            kind[i] = frozenset(saved_in[aliases.storage(node)])
     plan.saved_handed = {
         k: frozenset(saved_in[aliases.storage(buffers[out.position])])
         for k, out in enumerate(handed)

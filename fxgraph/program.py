@@ -479,14 +479,15 @@ class Program:
     def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
         if capture.plan.written:
             self._refuse_shared_writes(capture, tensors)
-        slot = capture.free_slot()
+        where = capture.where(tensors)
+        slot = capture.free_slot(where)
         if slot is not None:
             return slot
         if capture.failures > 1:
             raise RunEagerly("captures of it fail")
         try:
             with self._stage("capturing"):
-                slot = capture.acquire(tensors)
+                slot = capture.acquire(tensors, where)
         except CaptureError as error:
             self.pools.trim()
             if isinstance(error.__cause__, torch.OutOfMemoryError):

@@ -49,6 +49,7 @@ class Call:
     live: Sequence[torch.Tensor] = ()  # for plan.saved_live; where they lay is the capture's to know
     live_versions: Sequence[int] = ()
     handed: Sequence[tuple[torch.Tensor, int, int]] = ()  # of plan.saved_handed: tensor, version, which
+    lying: Sequence[tuple[torch.Tensor, int, int]] = ()  # of plan.saved_static, where the slot does not copy: likewise
     versions: Sequence[int] = ()
     with_history: Sequence[int] = ()
     random_state: torch.Tensor | None = None
@@ -122,6 +123,9 @@ class Call:
             self.live, self.live_versions = plan.watched(given), plan.watched(versions)
             # Copies too, which the backward does not read: in eager a change of one is an error, whoever holds what.
             self.handed = [(handed[k].detach(), _version(handed[k]), k) for k in plan.saved_handed]
+            if self.slot.where is not None:
+                large = self.capture.places.large
+                self.lying = [(given[i].detach(), _version(given[i]), i) for i in plan.saved_static if i in large]
             waits = [given[plan.gradient_of[0]] if self.anchor is None else self.anchor]
         else:
             self.lease.end()
@@ -148,6 +152,7 @@ class Call:
         live, addresses, plan = self.live, self.capture.saved_addresses, self.capture.plan
         if (
             not self.handed
+            and not self.lying
             and tuple([tensor.data_ptr() for tensor in live]) == addresses
             and _versions(live) == self.live_versions
         ):
@@ -168,6 +173,9 @@ class Call:
         for tensor, version, k in self.handed:
             if _version(tensor) != version and self._needs(plan.saved_handed[k], ctx):
                 raise _changed_in_place(tensor, version, f"output {k}")
+        for tensor, version, i in self.lying:
+            if _version(tensor) != version and self._needs(plan.saved_static[i], ctx):
+                raise _changed_in_place(tensor, version, f"the {plan.inputs[i]}")
 
     def _needs(self, positions: frozenset[int], ctx: Any) -> bool:
         """Whether a gradient that this backward was asked for depends on one of these inputs of the backward.
@@ -179,7 +187,7 @@ class Call:
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs = self.live = self.live_versions = self.handed = ()
+        self.inputs = self.live = self.live_versions = self.handed = self.lying = ()
         self.twin = None
 
 
@@ -525,6 +533,16 @@ def _eager_backward(
             observed="another version counter than at the forward",
             expected="inputs that are not changed between the forward and the backward",
             hint="clone the input before you change it",
+        )
+    unfrozen = [i for i, tensor in enumerate(call.inputs) if tensor.requires_grad and i in plan.frozen]
+    if unfrozen and create_graph:
+        raise DoubleBackwardError(
+            "double-backward-input-changed",
+            f"{what} after an input of the graphed callable was made to require grad",
+            where=", ".join(str(plan.inputs[i]) for i in unfrozen),
+            observed="requires_grad=True, at the forward False",
+            expected="what required grad at the forward: eager's second derivative would reach it on some ways only",
+            hint="call requires_grad_() before the forward",
         )
     inputs = list(call.inputs)
     for i, tensor in zip(call.with_history, ctx.saved_tensors, strict=False):

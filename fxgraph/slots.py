@@ -33,11 +33,12 @@ import torch
 from torch import fx
 
 from ._torch_compat.autograd import kernels_only, saved_tensors_hooked, watched
-from ._torch_compat.storage import Held, Watched
+from ._torch_compat.storage import Held, Watched, unowned
 from .accumulate import Accumulator, Pattern, accumulating_graph
 from .compiling import Regions
 from .engines import CapturedRegion, Engine, Pool
 from .engines.base import compact, copy_all
+from .places import MOST_PLACES, Places, large_inputs
 from .plan import Plan
 from .signature import WrittenMemory
 
@@ -93,24 +94,25 @@ class Slot:
     """One set of static buffers with the regions captured on them.
 
     Attributes:
+        where: the addresses at which it reads the capture's large inputs; None if it copies them.
         pending: a forward of this slot waits for its backward.
-        statics: for each input of the program its static buffer, or None where the input is live.
+        statics: for each input of the program its static buffer, or None where the input is live or read where it lies.
         outputs: buffers of the forward region.
         gradients: buffers of the backward region, in the order of ``plan.gradient_of``.
     """
 
-    def __init__(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> None:
-        self.capture = capture
+    def __init__(self, capture: Capture, inputs: Sequence[torch.Tensor], where: tuple[int, ...] | None = None) -> None:
+        self.capture, self.where = capture, where
         self.pending = False
         plan, engine = capture.plan, capture.engine
         with kernels_only():
-            self.statics = [
-                None if spec.live else engine.empty(capture.pool, value)
-                for spec, value in zip(plan.inputs, inputs, strict=True)
-            ]
-            self._arguments = [
-                value.detach() if static is None else static for static, value in zip(self.statics, inputs, strict=True)
-            ]
+            self._arguments = [value.detach() for value in inputs]
+            self.statics: list[torch.Tensor | None] = [None] * len(inputs)
+            for i, spec in enumerate(plan.inputs):
+                if where is not None and i in capture.places.large:
+                    self._arguments[i] = unowned(inputs[i])
+                elif not spec.live:
+                    self._arguments[i] = self.statics[i] = engine.empty(capture.pool, inputs[i])
             self._copied = [i for i, static in enumerate(self.statics) if static is not None]
             self._targets = [compact(self._arguments[i]) for i in self._copied]
             self._expanded = [i for i in self._copied if 0 in self._arguments[i].stride()]
@@ -207,6 +209,13 @@ class Slot:
         if self._expanded:
             inputs = [compact(value) if i in self._expanded else value for i, value in enumerate(inputs)]
         copy_all(self._targets, [inputs[i] for i in self._copied])
+
+    def own_bytes(self) -> int:
+        """Bytes of its outputs, saved values and gradients."""
+        gradients = [g for backward in self.accumulating.values() for g in backward.gradients]
+        kept = {argument.untyped_storage()._cdata for argument in self._arguments}
+        storages = [buffer.untyped_storage() for buffer in (*self.outputs, *self.gradients, *gradients)]
+        return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in kept}.values())
 
     def free(self) -> bool:
         """Whether a forward may overwrite this slot now."""
@@ -315,6 +324,7 @@ class Capture:
         self.may_have_history = [i for i in plan.gradient_of if not isinstance(inputs[i], torch.nn.Parameter)]
         self._live = [Watched.of(tensor) for tensor in live]
         self.slots: list[Slot] = []
+        self.places = Places(large_inputs(plan, inputs), self._affordable_places)
         self.copied_outputs: set[int] = set()
         self.replays = 0
         self.written: WrittenMemory | None = None
@@ -347,9 +357,20 @@ class Capture:
             self.accumulator = self.accumulator.again(inputs)
         return self.accumulator, parameters
 
-    def add_slot(self, inputs: Sequence[torch.Tensor], with_backward: bool = True) -> Slot:
+    def _affordable_places(self) -> int:
+        """See Note [Large inputs], ``places.py``."""
+        copying = next((slot for slot in self.slots if slot.where is None), None)
+        if copying is None:
+            return 0
+        own = copying.own_bytes()
+        copies = sum(static.nbytes for static in copying.statics if static is not None)
+        return 11 * (own + copies) // (10 * own) if own else MOST_PLACES  # give or take a tenth
+
+    def add_slot(
+        self, inputs: Sequence[torch.Tensor], with_backward: bool = True, where: tuple[int, ...] | None = None
+    ) -> Slot:
         """Capture one more slot on these inputs."""
-        slot = Slot(self, inputs)
+        slot = Slot(self, inputs, where)
         if with_backward:
             try:
                 slot.capture_backward()
@@ -359,33 +380,42 @@ class Capture:
         self.slots.append(slot)
         return slot
 
-    def free_slot(self) -> Slot | None:
+    def where(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+        """At which addresses a slot for a call is to read its large inputs; None if it is to copy them."""
+        return self.places.of(inputs) if self.places.large else None
+
+    def free_slot(self, where: tuple[int, ...] | None) -> Slot | None:
         """A slot that a forward may use now as it is."""
         for slot in self.slots:
-            if slot.free() and not slot.outdated:
+            if slot.where == where and slot.free() and not slot.outdated:
                 return slot
         return None
 
-    def acquire(self, inputs: Sequence[torch.Tensor]) -> Slot | None:
+    def acquire(self, inputs: Sequence[torch.Tensor], where: tuple[int, ...] | None) -> Slot | None:
         """Where there is no :meth:`free_slot`: one captured for it; None if ``max_in_flight`` forwards are pending.
 
         Checkpoint runs a forward again and compares what is saved each time. A replay saves other tensors than eager
         does, so inside of a checkpoint there is always a slot.
         """
         for slot in self.slots:
-            if slot.free():
+            if slot.where == where and slot.free():
                 self.slots.remove(slot)  # until it is whole again
                 slot.renew_backward()
                 self.slots.append(slot)
                 return slot
-        for slot in [slot for slot in self.slots if not slot.pending]:
-            self.copied_outputs.update(slot.held())  # Note [Hand-out]
+        idle = [slot for slot in self.slots if not slot.pending]
+        full = len(self.slots) >= self.max_in_flight
+        for slot in idle:
+            if slot.where == where:
+                self.copied_outputs.update(slot.held())  # Note [Hand-out]
+            elif slot.where in self.places.known and not full:
+                continue  # the call that is for it will come
             self.slots.remove(slot)
             slot.release()
             self.pool.trim()
         if len(self.slots) >= self.max_in_flight and not saved_tensors_hooked():
             return None
-        return self.add_slot(inputs)
+        return self.add_slot(inputs, where=where)
 
     def release(self) -> None:
         """Give up all slots."""
@@ -399,6 +429,8 @@ class Capture:
         inside = ""
         if self.accumulator is not None and self.accumulates_inside:
             inside = f", {len(self.accumulator.positions)} gradients in the graph"
+        if self.places.known:
+            inside += f", large inputs read in {len(self.places.known)} place(s)"
         return f"{regions}, {ops} forward ops, {len(self.slots)} slot(s), {self.replays} replays{inside}"
 
 

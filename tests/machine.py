@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from strategies import WIDTH, Blueprint, Setup
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import assert_same, rng_state, set_rng_state, state_of
 
 import fxgraph
+from fxgraph import places
 
 Step = tuple[Any, ...]
 
@@ -690,8 +692,10 @@ class Twins:
 
     @contextlib.contextmanager
     def _told(self, step: Step) -> Iterator[None]:
+        large = {"LEAST_BYTES": 1, "CALLS": 2} if self.setup.places else {}
         try:
-            yield
+            with mock.patch.multiple(places, **large) if large else contextlib.nullcontext():
+                yield
         except Difference:
             raise
         except Exception as error:

@@ -219,6 +219,7 @@ class Setup:
         max_in_flight, max_captures, verify, grads: the options.
         grad: whether the sample requires grad.
         seed: of the default generators, before the module is made.
+        places: whether inputs count as large, and two calls as enough to learn where they lie (``places.py``).
     """
 
     optimizer: str = "SGD"
@@ -228,6 +229,7 @@ class Setup:
     seed: int = 0
     verify: int = 0
     grads: str = "autograd"
+    places: bool = False
 
 
 OPTIMIZERS = ("SGD", "SGD foreach", "Adam", "AdamW foreach")
@@ -241,6 +243,7 @@ setups: st.SearchStrategy[Setup] = st.builds(
     seed=st.integers(0, 3),
     verify=st.sampled_from([0, 0, 0, 2]),
     grads=st.sampled_from(["autograd", "in_graph"]),
+    places=st.booleans(),
 )
 
 LAYOUTS = ("plain", "plain", "plain", "transposed", "sliced", "expanded", "the last one's")

@@ -368,6 +368,21 @@ def test_a_random_op_whose_result_nobody_uses(draw: Any, device: str) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
+def test_a_parameter_unfrozen_before_a_second_derivative(device: str) -> None:
+    """Eager's graph of the first derivative reaches it where an op has saved it, but not through what was computed."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    module[0].weight.requires_grad_(False)
+    x = torch.randn(5, 3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(module, (x,))
+    loss = graphed(x).square().sum()
+    module[0].weight.requires_grad_(True)
+    with pytest.raises(fxgraph.DoubleBackwardError, match=r"double-backward-input-changed[^$]*weight"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    loss = graphed(x).square().sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.autograd.grad(first.sum(), module[0].weight)[0].abs().sum() > 0
+
+
 def test_a_parameter_frozen_before_a_second_derivative(device: str) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
     x = torch.randn(5, 3, device=device, requires_grad=True)

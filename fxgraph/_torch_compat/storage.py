@@ -1,4 +1,6 @@
-"""Who holds a tensor, or a buffer: ``torch._C._storage_Use_Count`` (as in torch's ``_inductor/cudagraph_trees.py``)."""
+"""Who holds a tensor, or a buffer: ``torch._C._storage_Use_Count``; and tensors in memory that they do not hold:
+``torch._C._construct_storage_from_data_pointer`` (both as in torch's ``_inductor/cudagraph_trees.py``).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,15 @@ _address = torch.UntypedStorage.data_ptr
 def addresses(storages: Sequence[torch.UntypedStorage]) -> list[int]:
     """Where the memory of each of these lies now: ``resize_`` and ``share_memory_`` give a storage other memory."""
     return list(map(_address, storages))
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the same memory that does not keep it: for whoever sees to it that it is only read while the memory
+    is somebody's."""
+    memory = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class Held:
