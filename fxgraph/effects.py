@@ -91,28 +91,6 @@ def undeclared_writes(forward: fx.GraphModule) -> set[int]:
     return written
 
 
-_SEEDED = (
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    torch.ops.aten._efficient_attention_backward.default,
-)
-
-
-def seeds(backward: fx.GraphModule) -> list[int]:
-    """Inputs that hold the seed and the offset with which memory-efficient attention has drawn its dropout.
-
-    While a graph is captured the op's forward puts them on the device and its backward reads them there; otherwise both
-    have them on the host, and the backward takes the pointer of a device's tensor for one of the host's
-    (``attention_backward.cu`` in ``aten/src/ATen/native/transformers/cuda``).
-    """
-    index_of = {node: i for i, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
-    found: set[int] = set()
-    for target in _SEEDED:
-        positions = [k for k, a in enumerate(target._schema.arguments) if a.name in ("philox_seed", "philox_offset")]
-        for node in backward.graph.find_nodes(op="call_function", target=target):
-            found.update(index_of[node.args[k]] for k in positions if node.args[k] in index_of)
-    return sorted(found)
-
-
 _AS_STRIDED = {
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_copy.default,

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ._torch_compat import aot
+from ._torch_compat.attention import outside_of_captures, seeds
 from ._torch_compat.autograd import (
     autocast_is_on,
     is_batched,
@@ -27,7 +28,6 @@ from ._torch_compat.autograd import (
 )
 from ._torch_compat.dynamo import never_read
 from .accumulate import Accumulator, Request, refuse_hooks
-from .effects import seeds
 from .engines.base import compact, copy_laid_out, empty_like_layout
 from .errors import DoubleBackwardError, ReplayError
 from .partial import PartialBackward
@@ -420,15 +420,12 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
 def _op_by_op(plan: Plan, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     """The backward into new memory."""
     assert plan.backward is not None, "it has run"
-    return _outside_of_captures(plan.backward, inputs)
+    return _run(plan.backward, inputs)
 
 
-def _outside_of_captures(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    given = list(inputs)
-    for k in seeds(graph):
-        given[k] = given[k].cpu()
+def _run(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     with kernels_only():
-        return tuple(graph(*given))
+        return tuple(graph(*outside_of_captures(inputs, seeds(graph))))
 
 
 def _accumulating_backward(call: Call, accumulator: Accumulator) -> tuple[torch.Tensor | None, ...] | None:
@@ -487,7 +484,7 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
     partial = call.program.partial_backward(call.capture, tuple(tangent is not None for tangent in tangents))
     given = call.slot.backward_inputs()
     arguments = [given[k] for k in partial.saved] + [tangent for tangent in tangents if tangent is not None]
-    gradients = _outside_of_captures(partial.graph, arguments)
+    gradients = _run(partial.graph, arguments)
     found = dict(zip(partial.gradient_of, gradients, strict=True))
     return tuple([found.get(i) for i in plan.gradient_of])
 

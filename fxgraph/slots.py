@@ -403,19 +403,26 @@ class Capture:
                 slot.renew_backward()
                 self.slots.append(slot)
                 return slot
-        idle = [slot for slot in self.slots if not slot.pending]
-        full = len(self.slots) >= self.max_in_flight
-        for slot in idle:
-            if slot.where == where:
-                self.copied_outputs.update(slot.held())  # Note [Hand-out]
-            elif slot.where in self.places.known and not full:
-                continue  # the call that is for it will come
-            self.slots.remove(slot)
-            slot.release()
+        if self._drop_idle(where):
             self.pool.trim()
         if len(self.slots) >= self.max_in_flight and not saved_tensors_hooked():
             return None
         return self.add_slot(inputs, where=where)
+
+    def _drop_idle(self, where: tuple[int, ...] | None) -> bool:
+        """Give up the slots that no call is waiting for and none will use; whether there were any."""
+        full = len(self.slots) >= self.max_in_flight
+        kept = []
+        for slot in self.slots:
+            if slot.pending or (slot.where != where and slot.where in self.places.known and not full):
+                kept.append(slot)  # for a call that is to come
+                continue
+            if slot.where == where:
+                self.copied_outputs.update(slot.held())  # Note [Hand-out]
+            slot.release()
+        dropped = len(kept) < len(self.slots)
+        self.slots = kept
+        return dropped
 
     def release(self) -> None:
         """Give up all slots."""

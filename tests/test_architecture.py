@@ -37,7 +37,7 @@ MAY: dict[str, set[str]] = {
     "accumulate": {"engines", "plan", "trace", "_torch_compat", "errors"},
     "compiling": {"engines", "plan", "trace", "_torch_compat"},
     "slots": {"accumulate", "compiling", "places", "engines", "signature", "plan", "trace", "_torch_compat", "errors"},
-    "replay": {"accumulate", "slots", "partial", "plan", "effects", "trace", "engines", "_torch_compat", "errors"},
+    "replay": {"accumulate", "slots", "partial", "plan", "trace", "engines", "_torch_compat", "errors"},
     "asking": {"replay", "accumulate", "_torch_compat"},
     "verifying": {"replay", "slots", "plan", "trace", "errors", "_torch_compat"},
     "program": {

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxgraph
-from fxgraph.effects import seeds
+from fxgraph._torch_compat.attention import seeds
 
 
 def test_a_copy_whose_samples_do_not_fit_any_more(device: str) -> None:

@@ -46,6 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.effects import draws
 
+from .attention import seeds
 from .tracing import tracing
 
 _SETTINGS: dict[str, Any] = {
@@ -239,7 +240,7 @@ def compile_graph(
     for k, node in enumerate(_outputs(graph)):
         known = strides[k] if strides is not None and k < len(strides) else None
         found.append(tuple(known) if known is not None else tuple(node.meta["val"].stride()))
-    return CompiledGraph(code, len(inputs), tuple(groups), frozenset(visible), backward), found
+    return CompiledGraph(code, len(inputs), tuple(groups), frozenset(visible), backward, seeds(graph)), found
 
 
 def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
@@ -352,8 +353,15 @@ class CompiledGraph:
     """
 
     def __init__(
-        self, code: Any, num_inputs: int, groups: tuple[Any, ...], visible: frozenset[int], backward: bool
+        self,
+        code: Any,
+        num_inputs: int,
+        groups: tuple[Any, ...],
+        visible: frozenset[int],
+        backward: bool,
+        seeds: tuple[int, ...] = (),
     ) -> None:
+        self.seeds = seeds  # see attention.py
         self._code, self._num_inputs, self._groups, self._visible = code, num_inputs, groups, visible
         self._backward = backward
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.aliasing import Aliases
 
+from .._torch_compat.attention import outside_of_captures, seeds
 from .._torch_compat.autograd import kernels_only
 from .._torch_compat.inductor import CompiledGraph
 from .base import (
@@ -118,13 +119,15 @@ class CudaEngine(Engine):
             pool.order()
             side.wait_stream(caller)
             module = region if isinstance(region, CompiledGraph) else aten_graph(region, inputs)
+            seeded = module.seeds if isinstance(module, CompiledGraph) else seeds(module)
+            outside = outside_of_captures(inputs, seeded)
             try:
                 with torch.cuda.stream(side):
                     # Once at least: libraries make their handles at a thread's first use, which no capture allows, and
                     # Triton loads kernels, and tries which of their variants is the fastest.
                     for _ in range(max(warmup, 1)):
-                        module(*inputs)
-                    run = _rehearsed(module, inputs) if isinstance(module, CompiledGraph) else _by_node(module)
+                        module(*outside)
+                    run = _rehearsed(module, outside) if isinstance(module, CompiledGraph) else _by_node(module)
                     captured = _record(pool, run, inputs)
             finally:
                 caller.wait_stream(side)
