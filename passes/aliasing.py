@@ -30,6 +30,9 @@ aten = torch.ops.aten
 
 # Operators whose result may be their input or a view of it, although their schema does not say so.
 _UNDECLARED = frozenset({"_unsafe_view", "lift"})
+# Higher-order ops that give copies of what their op writes. Ops that return views of their inputs are never put in one:
+# torch/_higher_order_ops/auto_functionalize.py, can_auto_functionalize.
+_FUNCTIONAL = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def shared_with_return(node: Node, position: int) -> list[Node]:
     """Return the inputs that return number ``position`` of ``node`` may alias; a returned list counts as one return."""
     op = node.target
     if isinstance(op, HigherOrderOperator):
-        return list(node.all_input_nodes)
+        return [] if op.name() in _FUNCTIONAL else list(node.all_input_nodes)
     if not isinstance(op, OpOverload):
         return []
     if op._schema.name.partition("::")[2] in _UNDECLARED or _is_composite(op):

@@ -11,8 +11,9 @@ storage when it is called, whatever they did when it was traced, so a write into
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._ops import OperatorBase, OpOverload
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from .aliasing import Aliases, shared_with_return
 from .facts import schema_argument, value_of
 
-_PURE_NAMESPACES = frozenset({"aten", "prims"})
+PURE_NAMESPACES = frozenset({"aten", "prims"})
 _METADATA = frozenset({"set_", "resize_", "resize_as_", "resize", "set"})
 _TRAINING = ("training", "train", "use_input_stats")  # what the schemas of batch and instance norm call it
 _OUTSIDE = -1
@@ -35,12 +36,24 @@ def written_inputs(node: Node) -> list[Node]:
     op = node.target
     if not isinstance(op, OpOverload):
         return list(node.all_input_nodes)
-    names = {argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write}
-    names |= _undeclared_writes(node, op)
+
+    def given(name: str) -> Any:
+        return schema_argument(node, op, name)
+
+    return [
+        leaf
+        for name in written_arguments(op, given)
+        for leaf in pytree.tree_leaves(given(name))
+        if isinstance(leaf, Node)
+    ]
+
+
+def written_arguments(op: OpOverload, given: Callable[[str], Any]) -> list[str]:
+    """Return the names of the arguments that a call of ``op`` writes; ``given`` tells what it was given for a name."""
     if op._schema.name == "aten::detach_":
-        names = set()  # it writes autograd's record only
-    given = [schema_argument(node, op, name) for name in sorted(names)]
-    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Node)]
+        return []  # it writes autograd's record only
+    names = {argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    return sorted(names | _undeclared_writes(op, given))
 
 
 def changes_metadata(node: Node) -> bool:
@@ -75,11 +88,11 @@ def is_pure(node: Node) -> bool:
     if node.op == "get_attr" or _is_python(node):
         return True
     op = node.target
-    if not isinstance(op, OpOverload) or op.namespace not in _PURE_NAMESPACES or not op._schema.returns:
+    if not isinstance(op, OpOverload) or op.namespace not in PURE_NAMESPACES or not op._schema.returns:
         return False
     if op._schema.is_mutable or changes_metadata(node) or is_random(node) or node.is_impure():
         return False
-    return not _undeclared_writes(node, op)
+    return not _undeclared_writes(op, lambda name: schema_argument(node, op, name))
 
 
 def is_view(node: Node) -> bool:
@@ -87,7 +100,7 @@ def is_view(node: Node) -> bool:
     op = node.target
     if node.target is operator.getitem:
         return True
-    if not isinstance(op, OpOverload) or op.namespace not in _PURE_NAMESPACES or op._schema.is_mutable:
+    if not isinstance(op, OpOverload) or op.namespace not in PURE_NAMESPACES or op._schema.is_mutable:
         return False
     if is_composite(node):
         return False  # reshape views or copies
@@ -204,10 +217,10 @@ def _is_python(node: Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, OperatorBase)
 
 
-def _undeclared_writes(node: Node, op: OpOverload) -> set[str]:
+def _undeclared_writes(op: OpOverload, given: Callable[[str], Any]) -> set[str]:
     """The arguments that an op writes although its schema does not say so: running statistics, in training."""
     arguments = {argument.name for argument in op._schema.arguments}
     if not {"running_mean", "running_var"} <= arguments or op._schema.name.endswith(("_functional", "_backward")):
         return set()
-    training = [schema_argument(node, op, name) for name in _TRAINING if name in arguments]
+    training = [given(name) for name in _TRAINING if name in arguments]
     return {"running_mean", "running_var"} if training and training[0] is not False else set()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,7 +20,8 @@ from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 
 from .effects import is_random, written_inputs
-from .facts import describe_call, ops_of, overload_of, tensors_of, value_of
+from .facts import describe_call, name_of, ops_of, overload_of, tensors_of, value_of
+from .observed import Observed, observe
 
 
 def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collection[Node] = ()) -> dict[Node, int]:
@@ -37,9 +38,9 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
     nodes = ops_of(gm)
     in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
     in_order |= any(not _has_storage(tensor) for node in nodes for tensor in tensors_of(node))
-    memory = _memory(gm)
-    changed = {storage for node in nodes for storage in _changed(node, memory)}
-    final = set(_uses_of_final_values(gm, memory))
+    facts = _Facts(gm)
+    changed = {storage for node in nodes for storage in facts.changed(node)}
+    final = set(_uses_of_final_values(gm, facts))
     stages: dict[Node, int] = {}
     last_of: dict[Any, int] = {}  # what keeps its order -> the stage of the last op on it
     for node in nodes:
@@ -48,10 +49,10 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
             if source in stages:
                 leaves = source in cut_after and (source, node) in final and node not in eager
                 least = max(least, stages[source] + (leaves and _differentiable(node)))
-        ordered: list[Any] = [*_touched(node, memory) & changed]
+        ordered: list[Any] = [*facts.touched(node) & changed]
         if in_order:
             ordered.append("every op")
-        if may_draw(node):
+        if facts.draws(node):
             ordered.append("random numbers")
         least = max([least, *(last_of.get(key, 0) for key in ordered)])
         runs_eagerly = node in eager or _takes_apart_what_runs_eagerly(node, stages)
@@ -106,7 +107,9 @@ def feeding_outputs(gm: GraphModule) -> list[Node]:
     """
     returned = [node for node in pytree.tree_leaves(gm.graph.output_node().args) if isinstance(node, Node)]
     outputs = {node for node in returned if node.op != "placeholder" and _differentiable(node)}
-    final = _uses_of_final_values(gm, _memory(gm))
+    if len(outputs) < 2:
+        return []
+    final = _uses_of_final_values(gm, _Facts(gm))
     uses: dict[Node, list[Node]] = {}
     for source, user in final:
         uses.setdefault(source, []).append(user)
@@ -137,13 +140,42 @@ def _storages_of_value(node: Node) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if _has_storage(tensor)}
 
 
-Memory: TypeAlias = "dict[Node, set[int]]"
-"""The storages that a node's value may lie in."""
+class _Facts:
+    """What the ops of a torch-level graph touch, write and draw."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.memory = _memory(gm)
+        self._observed: dict[Node, Observed | None] = {}
+
+    def touched(self, node: Node) -> set[int]:
+        """The storages that an op may read or write."""
+        return self.memory[node].union(*[self.memory[source] for source in node.all_input_nodes])
+
+    def changed(self, node: Node) -> set[int]:
+        """The storages that an op may write."""
+        seen = self._observe(node)
+        if seen is None:
+            written = _written_by_name(node)
+            return self.touched(node) if written is None else set().union(*[self.memory[one] for one in written])
+        sources = [one for one in node.all_input_nodes if _storages_of_value(one) & seen.written]
+        return set().union(*[self.memory[one] for one in sources])
+
+    def draws(self, node: Node) -> bool:
+        """Whether an op may draw random numbers."""
+        return _may_draw(node, self._observe(node))
+
+    def _observe(self, node: Node) -> Observed | None:
+        if node not in self._observed:
+            self._observed[node] = observe(node)
+        return self._observed[node]
 
 
-def _memory(gm: GraphModule) -> Memory:
-    """By the fake values, and by the schemas of ATen ops: where make_fx traces real tensors, views have other fakes."""
-    memory: Memory = {}
+def _memory(gm: GraphModule) -> dict[Node, set[int]]:
+    """The storages that each node's value may lie in.
+
+    By the fake values, and by the schemas of ATen ops: where make_fx traces real tensors, views have other fakes.
+    """
+    memory: dict[Node, set[int]] = {}
     for node in gm.graph.nodes:
         memory[node] = _storages_of_value(node)
         overload = overload_of(node)
@@ -153,29 +185,25 @@ def _memory(gm: GraphModule) -> Memory:
     return memory
 
 
-def _uses_of_final_values(gm: GraphModule, memory: Memory) -> list[tuple[Node, Node]]:
+def _uses_of_final_values(gm: GraphModule, facts: _Facts) -> list[tuple[Node, Node]]:
     """(value, user) pairs but those that come before the value's last change in place: they use another value."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     last_change: dict[int, int] = {}
     for node in ops_of(gm):
-        last_change.update(dict.fromkeys(_changed(node, memory), place[node]))
+        last_change.update(dict.fromkeys(facts.changed(node), place[node]))
     return [
         (node, user)
         for node in gm.graph.nodes
         for user in node.users
-        if place[user] > max((last_change.get(storage, -1) for storage in memory[node]), default=-1)
+        if place[user] > max((last_change.get(storage, -1) for storage in facts.memory[node]), default=-1)
     ]
 
 
 def changed_memory(gm: GraphModule) -> set[Node]:
     """Return the nodes whose memory some op of a torch-level graph may change in place."""
-    memory = _memory(gm)
-    changed = {storage for node in ops_of(gm) for storage in _changed(node, memory)}
-    return {node for node in gm.graph.nodes if memory[node] & changed}
-
-
-def _touched(node: Node, memory: Memory) -> set[int]:
-    return memory[node].union(*[memory[source] for source in node.all_input_nodes])
+    facts = _Facts(gm)
+    changed = {storage for node in ops_of(gm) for storage in facts.changed(node)}
+    return {node for node in gm.graph.nodes if facts.memory[node] & changed}
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -201,24 +229,20 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def _changed(node: Node, memory: Memory) -> set[int]:
-    """The storages that an op may write."""
-    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _touched(node, memory)
+def _written_by_name(node: Node) -> list[Node] | None:
+    """What an op writes that cannot be observed because its result depends on data; None where that is not known."""
     written: list[Any] = [node.kwargs.get("out")]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if overload_of(node) is not None:
-        written += written_inputs(node)
-    elif name in _STATISTICS:
-        written += [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+        written += written_inputs(node) if isinstance(node.target, torch._ops.OpOverload) else node.all_input_nodes
+    elif node.op == "call_module" or name_of(node) is None:
+        return None
     elif node.target in _IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
         written += [node.args[:1], node.kwargs.get("input")]
     elif any(arg is True for arg in node.args[1:]):
         written.append(node.args[0])  # `inplace` can be given by position: F.relu(x, True)
-    return set[int]().union(*[memory[leaf] for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)])
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)]
 
-
-_STATISTICS = {"batch_norm", "instance_norm", "cudnn_batch_norm", "native_batch_norm"}
 
 _DRAWS = re.compile("rand|drop|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel")
 _DRAWS_INSIDE = re.compile("attention|lstm|gru|rnn")
@@ -226,10 +250,15 @@ _DRAWS_INSIDE = re.compile("attention|lstm|gru|rnn")
 
 def may_draw(node: Node) -> bool:
     """Return whether an op of a torch-level graph may draw random numbers."""
-    overload = overload_of(node)
-    if overload is not None and overload.namespace == "aten":
+    return _may_draw(node, observe(node))
+
+
+def _may_draw(node: Node, seen: Observed | None) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
         return is_random(node)
-    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator) or overload is not None:
+    if seen is not None:
+        return seen.draws
+    if overload_of(node) is not None or name_of(node) is None:
         return True
     name = describe_call(node).lower()
     return bool(_DRAWS.search(name) or _DRAWS_INSIDE.search(name))
