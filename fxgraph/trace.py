@@ -31,6 +31,7 @@ from . import weight_casts
 from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from ._torch_compat.fx import compile_now
+from ._torch_compat.tracing import fake_mode_of, tracing
 from .errors import FxgraphError, TraceError, add_note
 
 
@@ -547,3 +548,9 @@ def example_inputs(joint: JointGraph) -> tuple[torch.Tensor, ...]:
     return tuple(
         node.meta["val"].detach().requires_grad_(info.requires_grad) for node, info in zip(nodes, infos, strict=False)
     )
+
+
+def run_on_fakes(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The outputs of a torch-level graph for fake tensors, with the autograd nodes that eager gives them."""
+    with tracing(), fake_mode_of(inputs):
+        return tuple(graph.forward(*inputs))
