@@ -459,6 +459,16 @@ def test_a_reading_gives_graph_sources_guards_and_bytecode() -> None:
     assert "calls" in reading.why_not(names)
 
 
+def test_a_guard_can_be_given_more_to_check() -> None:
+    def function(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    x = torch.ones(2)
+    reading = dynamo.read(function, (x, 0.0), {})
+    assert reading.check({"x": x, "factor": 0.0})
+    assert not reading.check({"x": x, "factor": -0.0}), changed("Guard.create_fn, add_lambda_guard")
+
+
 GUARDED: dict[str, Callable[[nn.Module], Any]] = {
     "requires_grad": lambda m: m.lin.weight.requires_grad_(False),
     "training": lambda m: m.drop.eval(),

@@ -22,9 +22,11 @@ are done about it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import itertools
+import math
 import operator
 import re
 import sys
@@ -140,6 +142,7 @@ class Reading:
                 for guard in output_graph.guards.inner
                 if not (guard.create_fn_name() == "TENSOR_MATCH" and guard.name in at_once)
             }
+        _tell_signs(output_graph.guards)
         with (
             get_metrics_context(),
             dynamo_timed("fxgraph_guards"),
@@ -263,6 +266,50 @@ def is_parameter(source: str) -> bool:
 def is_buffer(source: str) -> bool:
     """Whether a source is that of a module's buffer."""
     return "._buffers[" in source
+
+
+def tell_signs_of_zeros() -> None:
+    """In a backend: have Dynamo's guards, which are built afterwards, tell -0.0 from 0.0."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None:
+        _tell_signs(context.guards_context.dynamo_guards)
+
+
+def _tell_signs(guards_set: Any) -> None:
+    guards_set.inner = set(map(_with_signs, guards_set.inner))
+
+
+def _with_signs(guard: Any) -> Any:
+    """A guard for a constant that also tells -0.0 from 0.0, which Dynamo's, by ``==``, takes for the same.
+
+    The check is a function in Python, in Dynamo's tree and passed over with what is around it; only where there is a
+    zero.
+    """
+    if guard.create_fn_name() not in ("CONSTANT_MATCH", "EQUALS_MATCH"):
+        return guard
+    create = guard.create_fn
+
+    @functools.wraps(create)
+    def with_signs(builder: Any, guard: Any) -> None:
+        create(builder, guard)
+        signs = _signs_of_zeros(builder.get(guard))
+        if signs:
+            said = [f"the signs of the zeros in {guard.name} are {signs}"]
+            builder.get_guard_manager(guard).add_lambda_guard(lambda value: _signs_of_zeros(value) == signs, said, None)
+
+    signed = copy.copy(guard)
+    signed.create_fn = with_signs
+    return signed
+
+
+def _signs_of_zeros(value: Any) -> list[float]:
+    if isinstance(value, float):
+        return [] if value else [math.copysign(1.0, value)]
+    if isinstance(value, complex):
+        return _signs_of_zeros(value.real) + _signs_of_zeros(value.imag)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return [sign for element in value for sign in _signs_of_zeros(element)]
+    return []
 
 
 def _with_classes(
