@@ -479,6 +479,7 @@ GUARDED: dict[str, Callable[[nn.Module], Any]] = {
     "a forward of its own": lambda m: setattr(m.lin, "forward", torch.relu),
     "tied parameters": lambda m: setattr(m.other, "weight", m.lin.weight),
     "a parameter deleted": lambda m: delattr(m.lin, "bias"),
+    "a parameter hidden": lambda m: vars(m.lin).update(weight=torch.ones(2, 2)),
     "strides": lambda m: setattr(m.lin.weight, "data", m.lin.weight.data.t()),
     "a class": lambda m: setattr(m.drop, "__class__", nn.AlphaDropout),
     "the default of a function": lambda m: setattr(m.scaled, "__defaults__", (2.0,)),

@@ -136,6 +136,7 @@ class Reading:
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
+            _see_what_hides(output_graph.guards, self.graph)
             at_once = {source for source in self.sources if is_parameter(source) or is_buffer(source)}
             output_graph.guards.inner = {
                 guard
@@ -268,11 +269,43 @@ def is_buffer(source: str) -> bool:
     return "._buffers[" in source
 
 
-def tell_signs_of_zeros() -> None:
-    """In a backend: have Dynamo's guards, which are built afterwards, tell -0.0 from 0.0."""
+def _see_what_hides(guards_set: Any, graph: torch.fx.GraphModule) -> None:
+    """Guard that no entry of a module's ``__dict__`` has the name of a parameter, buffer or module that was read.
+
+    Python would find the entry; Dynamo, and its bytecode, look among the parameters. The sources of the graph's inputs
+    and those of guards lead over all of them.
+    """
+    waiting = [getattr(node, "_dynamo_source", None) for node in graph.graph.find_nodes(op="placeholder")]
+    waiting += [guard.originating_source for guard in guards_set.inner]
+    seen = set()
+    while waiting:
+        source = waiting.pop()  # of L['self']._parameters['weight'], say
+        if source is None or source in seen:
+            continue
+        seen.add(source)
+        register, name = getattr(source, "base", None), getattr(source, "index", None)
+        waiting.append(register)
+        if (
+            register is not None
+            and isinstance(name, str)
+            and getattr(register, "member", "") in ("_parameters", "_buffers", "_modules")
+        ):
+            guards_set.inner.add(register.base.make_guard(functools.partial(_not_hidden, attr=name)))
+
+
+def _not_hidden(builder: Any, guard: Any, attr: str) -> None:
+    if attr not in vars(builder.get(guard)):  # where it is, Dynamo has read the entry (a Sequential reads neither)
+        builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr)
+
+
+def tighten_guards(graph: torch.fx.GraphModule) -> None:
+    """In a backend, for the graph that it is given: have Dynamo's guards, which are built afterwards, tell -0.0 from
+    0.0 and see what hides parameters."""
     context = torch._guards.TracingContext.try_get()
     if context is not None:
-        _tell_signs(context.guards_context.dynamo_guards)
+        guards_set = context.guards_context.dynamo_guards
+        _see_what_hides(guards_set, graph)
+        _tell_signs(guards_set)
 
 
 def _tell_signs(guards_set: Any) -> None:
