@@ -17,6 +17,9 @@ are done about it.
   (``PyDict_Watch``; before, it compares addresses that may dangle, so torch 2.13 has that off). What it does not see is
   compared here: tensors, as said, and the classes of modules. Functions may be given other defaults: they are never
   passed over.
+
+Two things are added to the tree: that nothing in a module's ``__dict__`` hides a parameter, buffer or module that was
+read, a lookup each, passed over with the module; and the sign of each zero among the constants, in Python.
 """
 
 from __future__ import annotations
