@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -128,6 +130,41 @@ def test_backwards_one_after_the_other(kind: str, options: dict[str, Any], devic
         )
         assert _errors(found) == _errors(expected), backwards
     assert fxgraph.stats(graphed).eager_calls == 0  # no slot has been left taken
+
+
+_backwards = st.tuples(
+    # For some inputs only of one output only: asked for some inputs of all outputs, a call is over (see the README).
+    st.one_of(
+        st.tuples(st.sets(st.integers(0, 2), min_size=1).map(lambda which: tuple(sorted(which))), st.just(ALL)),
+        st.tuples(
+            st.integers(0, 2).map(lambda k: (k,)),
+            st.sets(st.sampled_from(["x", "trunk.weight", "a.weight", "b.weight", "b.bias"]), min_size=1).map(
+                lambda names: tuple(sorted(names))
+            ),
+        ),
+    ),
+    st.booleans(),
+).map(lambda drawn: (*drawn[0], drawn[1]))
+
+
+@pytest.mark.parametrize("grads_option", ["autograd", "in_graph"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_backwards_one_after_the_other(kind: str, grads_option: str, device: str) -> None:
+    torch.manual_seed(0)
+    eager, x = Heads(kind).to(device), torch.randn(4, 4, device=device)
+    sample = x.clone().requires_grad_()
+    graphed = fxgraph.make_graphed_callables(
+        copy.deepcopy(eager), (sample,), allow_unused_input=True, options={"grads": grads_option, "max_in_flight": 1}
+    )
+
+    @given(st.lists(_backwards, min_size=2, max_size=4))
+    def check(backwards: list[Backward]) -> None:
+        found, expected = run(graphed, x, backwards), run(eager, x, backwards)
+        torch.testing.assert_close(_tensors(found), _tensors(expected), rtol=0, atol=0)
+        assert _errors(found) == _errors(expected)
+        assert fxgraph.stats(graphed).eager_calls == 0
+
+    check()
 
 
 def _tensors(result: tuple[list[Any], list[Any]]) -> list[Any]:
