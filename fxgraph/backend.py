@@ -65,6 +65,7 @@ def graphed(
 def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: str) -> Callable[..., tuple[Any, ...]]:
     """A callable with the graph's flat inputs and outputs that captures and replays it."""
     dynamo.demand_all_guards()
+    dynamo.tighten_guards(graph)
     try:
         dynamo.refuse_miscompiled(graph)
     except dynamo.Miscompiled as error:
@@ -92,5 +93,6 @@ def _compile_part(
 ) -> Callable[..., tuple[Any, ...]]:
     del example_inputs
     if len(ops_of(graph)) < options.min_region_ops:
+        dynamo.tighten_guards(graph)
         return trace.for_eager(graph).forward
     return compile_graph(graph, options, pools, name)

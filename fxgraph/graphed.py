@@ -128,6 +128,21 @@ class GraphedCallable:
         """Of the original: torch.export asks a module's forward where it is written."""
         return self._plain.__code__
 
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """For torch.jit.script, which asks a module's forward for it and would then ask for its source, in vain.
+
+        Raises:
+            AttributeError: always, as without this property, with what to do.
+        """
+        raise AttributeError(
+            f"{self!r} is no Python function: to torch.jit.script give fxgraph.ungraph(module)", name="__globals__"
+        )
+
+    def __prepare_scriptable__(self) -> Callable[..., Any]:
+        """What torch.jit.script compiles in place of a graphed function: the original."""
+        return self.original
+
     def __repr__(self) -> str:
         captures = sum(len(program.captures) for program in self.programs())
         return f"<fxgraph graphed {self.name}: {captures} captures>"

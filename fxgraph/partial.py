@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from passes.effects import is_random
 
 from ._torch_compat import aot
 from .effects import CannotPlan, random_nodes
-from .plan import Plan, drop_forward_draws, for_real_tensors, own_memory
+from .plan import Plan, drop_forward_draws, for_real_tensors, needed_for, own_memory
 from .trace import JointGraph, OutputKind, output_args
 
 
@@ -27,6 +28,12 @@ class PartialBackward:
     graph: fx.GraphModule
     saved: tuple[int, ...]
     gradient_of: tuple[int, ...]
+
+    def needed_for(self, inputs: Collection[int]) -> set[int]:
+        """The saved values that eager reads for the gradients of these inputs."""
+        wanted = [k for k, i in enumerate(self.gradient_of) if i in inputs]
+        positions = needed_for(self.graph, wanted)
+        return {k for position, k in enumerate(self.saved) if position in positions}
 
 
 def outputs_without_gradient(joint: JointGraph, defined: tuple[bool, ...]) -> list[int]:

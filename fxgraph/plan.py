@@ -189,24 +189,29 @@ class Plan:
         return any(source.kind != "tangent" for source in self.backward_inputs)
 
     def needed_for(self, gradients: Collection[int]) -> set[int]:
-        """The positions of the backward's inputs that eager reads for these of its outputs.
-
-        An autograd node unpacks all that it has saved, also where not all of its gradients are asked for. Ops of one
-        node have the same ``seq_nr``.
-        """
+        """The positions of the backward's inputs that eager reads for these of its outputs."""
         assert self.backward is not None, "without a backward nothing has a gradient"
-        results = output_args(self.backward)
-        found: set[fx.Node] = set()
-        waiting = [results[k] for k in gradients]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting += node.all_input_nodes
-        run = {node.meta["seq_nr"] for node in found if "seq_nr" in node.meta and node.op == "call_function"}
-        placeholders = self.backward.graph.find_nodes(op="placeholder")
-        found.update(node for node in placeholders if any(user.meta.get("seq_nr") in run for user in node.users))
-        return {position for position, node in enumerate(placeholders) if node in found}
+        return needed_for(self.backward, gradients)
+
+
+def needed_for(backward: fx.GraphModule, gradients: Collection[int]) -> set[int]:
+    """The positions of a backward's inputs that eager reads for these of its outputs.
+
+    An autograd node unpacks all that it has saved, also where not all of its gradients are asked for. Ops of one node
+    have the same ``seq_nr``.
+    """
+    results = output_args(backward)
+    found: set[fx.Node] = set()
+    waiting = [results[k] for k in gradients]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    run = {node.meta["seq_nr"] for node in found if "seq_nr" in node.meta and node.op == "call_function"}
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    found.update(node for node in placeholders if any(user.meta.get("seq_nr") in run for user in node.users))
+    return {position for position, node in enumerate(placeholders) if node in found}
 
 
 def make(joint: JointGraph) -> Plan:

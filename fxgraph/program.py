@@ -23,6 +23,7 @@ from passes.facts import describe_call, where_of
 
 from . import (
     accumulate,
+    again,
     asking,
     compiling,
     effects,
@@ -218,6 +219,7 @@ class Program:
         self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], partial.PartialBackward]] = (
             weakref.WeakKeyDictionary()
         )
+        self._eager_nodes: weakref.WeakKeyDictionary[Capture, again.EagerNodes | None] = weakref.WeakKeyDictionary()
         ALIVE.add(self)
 
     @property
@@ -401,6 +403,24 @@ class Program:
                     hint="use every output in the loss, or run the callable eagerly: fxgraph.ungraph(callable)",
                 ) from error
         return known[defined]
+
+    def eager_nodes(self, capture: Capture) -> again.EagerNodes | None:
+        """See :class:`fxgraph.replay.Runner`."""
+        if capture not in self._eager_nodes:
+            self._eager_nodes[capture] = self._nodes_on_fakes(capture.graph, capture.plan)
+        return self._eager_nodes[capture]
+
+    def _nodes_on_fakes(self, graph: fx.GraphModule, planned: plan.Plan) -> again.EagerNodes | None:
+        if not again.has_plain_nodes(graph, planned):
+            return None
+        with torch.inference_mode(False), torch.enable_grad(), self._autocast.again():
+            examples = trace.example_inputs(planned.joint)
+            inputs = [value.view_as(value) if value.requires_grad else value for value in examples]
+            try:
+                outputs = trace.run_on_fakes(graph, inputs)
+            except Exception:  # whatever fakes cannot do: then no second backward is let through, which is always right
+                return None
+        return again.EagerNodes(replay.node_outputs(planned, outputs, inputs), inputs)
 
     def _unwrap_numbers(self, inputs: Sequence[Any]) -> Sequence[Any]:
         flat = list(inputs)

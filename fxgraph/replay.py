@@ -19,6 +19,7 @@ from ._torch_compat import aot
 from ._torch_compat.attention import outside_of_captures, seeds
 from ._torch_compat.autograd import (
     autocast_is_on,
+    hooks_of_saved,
     is_batched,
     keep_graph,
     kernels_only,
@@ -28,8 +29,9 @@ from ._torch_compat.autograd import (
 )
 from ._torch_compat.dynamo import never_read
 from .accumulate import Accumulator, Request, refuse_hooks
+from .again import EagerNodes
 from .engines.base import compact, copy_laid_out, empty_like_layout
-from .errors import DoubleBackwardError, ReplayError
+from .errors import DoubleBackwardError, ReplayError, add_note
 from .partial import PartialBackward
 from .plan import Plan
 from .slots import Capture, Lease, Slot
@@ -59,6 +61,12 @@ class Call:
     accumulated: Sequence[int] = ()
     request: Request | None = None
     anchor: torch.Tensor | None = None
+    # See Note [A second backward], ``again.py``.
+    freed: int | None = None  # of eager's nodes, where a backward without retain_graph has had some outputs only
+    goes_on: bool = False  # whether something is left for another one, for which the slot is kept
+    history: Sequence[torch.Tensor] | None = None  # what autograd had kept until then
+    ended: bool = False
+    reads_slot: bool = True  # does the backward that is running
 
     def __init__(
         self, program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...], twin: Twin | None
@@ -141,7 +149,7 @@ class Call:
             self.inputs, self.with_history = tuple(inputs), history
         return [given[i] for i in history] or waits
 
-    def check_versions(self, ctx: Any) -> None:
+    def check_versions(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> None:
         """Raise what autograd raises where a tensor that the backward needs was changed in place.
 
         Raises:
@@ -157,9 +165,13 @@ class Call:
             and _versions(live) == self.live_versions
         ):
             return
+        if self.ended:
+            if self.reads_slot:  # nothing that it can read is there, though autograd does not know
+                raise RuntimeError("Trying to backward through the graph a second time, after an error in the first.")
+            return
         watched = zip(live, self.live_versions, addresses, plan.saved_live.items(), strict=True)
         for tensor, version, address, (i, positions) in watched:
-            if tensor.data_ptr() != address and self._needs(positions, ctx):
+            if tensor.data_ptr() != address and self._needs(positions, ctx, grads):
                 raise ReplayError(
                     "parameter-replaced",
                     "a parameter was given other memory between a forward and its backward",
@@ -168,27 +180,93 @@ class Call:
                     expected="the memory that the forward has read",
                     hint="run the backward first, or change the values in place under torch.no_grad()",
                 )
-            if _version(tensor) != version and self._needs(positions, ctx):
+            if _version(tensor) != version and self._needs(positions, ctx, grads):
                 raise _changed_in_place(tensor, version, f"the {plan.inputs[i]}")
         for tensor, version, k in self.handed:
-            if _version(tensor) != version and self._needs(plan.saved_handed[k], ctx):
+            if _version(tensor) != version and self._needs(plan.saved_handed[k], ctx, grads):
                 raise _changed_in_place(tensor, version, f"output {k}")
         for tensor, version, i in self.lying:
-            if _version(tensor) != version and self._needs(plan.saved_static[i], ctx):
+            if _version(tensor) != version and self._needs(plan.saved_static[i], ctx, grads):
                 raise _changed_in_place(tensor, version, f"the {plan.inputs[i]}")
 
-    def _needs(self, positions: frozenset[int], ctx: Any) -> bool:
-        """Whether a gradient that this backward was asked for depends on one of these inputs of the backward.
+    def _needs(self, positions: frozenset[int], ctx: Any, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a gradient that this backward was asked for depends on one of these inputs of the backward."""
+        return not positions.isdisjoint(self._needed(ctx, grads))
 
-        ``torch.autograd.grad`` for some of the inputs would in eager not run the nodes that lead to the others.
+    def _needed(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> set[int]:
+        """The positions of the saved values that eager would read.
+
+        ``torch.autograd.grad`` for some of the inputs would in eager not run the nodes that lead to the others, and a
+        backward of some of the outputs not those that lead from the others.
         """
-        return not positions.isdisjoint(self.capture.plan.needed_for(_wanted(self, ctx)))
+        plan, wanted = self.capture.plan, _wanted(self, ctx)
+        defined = _defined(plan, grads)
+        if all(defined):
+            return {k for k in plan.needed_for(wanted) if plan.backward_inputs[k].kind != "tangent"}
+        partial = self.program.partial_backward(self.capture, defined)
+        return partial.needed_for([plan.gradient_of[k] for k in wanted])
+
+    def may_run_again(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether this backward may run although one has freed the graph; see Note [A second backward]."""
+        self.goes_on = False
+        nodes = self.program.eager_nodes(self.capture)
+        if nodes is None:
+            return False
+        visited, freed = _visited(self, ctx, grads, nodes), nodes.saving if self.freed is None else self.freed
+        if visited & freed or not self._has_what_it_reads(ctx, grads):
+            return False
+        if not keep_graph():
+            self.freed = freed | visited
+            self.goes_on = not self.ended and nodes.left(self.freed)
+        return True
+
+    def _has_what_it_reads(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> bool:
+        if not self.ended:
+            return True
+        if torch.is_grad_enabled() or autocast_is_on():  # the forward would run again, on inputs that are not there
+            return False
+        self.reads_slot = bool(self._needed(ctx, grads))
+        return not self.reads_slot
+
+    def partly_done(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> None:
+        """After a backward of some of the outputs: see whether to go on; see Note [A second backward]."""
+        if keep_graph() or self.ended or self.freed is not None:
+            return
+        nodes = self.program.eager_nodes(self.capture)
+        if nodes is None or hooks_of_saved(ctx):  # a checkpoint around it runs the forward again for each backward
+            return
+        self.freed = _visited(self, ctx, grads, nodes)
+        self.goes_on = nodes.left(self.freed)
+        if self.goes_on and all(_version(self.inputs[i]) == self.versions[i] for i in self.with_history):
+            self.history = ctx.saved_tensors
 
     def end(self) -> None:
         """The graph is freed."""
         self.lease.end()
-        self.inputs = self.live = self.live_versions = self.handed = self.lying = ()
-        self.twin = None
+        self.inputs = self.live = self.handed = self.lying = ()
+        self.live_versions = _NEVER  # so that the next backward is looked at
+        self.twin = self.history = None
+        self.ended = True
+
+
+_NEVER = (-2,)
+"""No versions of any tensors."""
+
+
+def _defined(plan: Plan, grads: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
+    """For each tangent of the plan whether there is one.
+
+    An in-place update without a gradient cannot be traced apart; it gets zeros, as in AOTAutograd.
+    """
+    updates = {position for _, position in plan.updates}
+    return tuple([grads[k] is not None or k in updates for k in plan.tangents])
+
+
+def _visited(call: Call, ctx: Any, grads: Sequence[torch.Tensor | None], nodes: EagerNodes) -> int:
+    """The nodes of eager's that this backward comes to."""
+    plan, wanted = call.capture.plan, _wanted(call, ctx)
+    inputs = -1 if len(wanted) == len(plan.gradient_of) else sum(1 << plan.gradient_of[k] for k in wanted)
+    return nodes.visited(tuple([k for k in plan.tangents if grads[k] is not None]), inputs)
 
 
 def _wanted(call: Call, ctx: Any) -> list[int]:
@@ -239,6 +317,9 @@ class Runner(Protocol):
     def partial_backward(self, capture: Capture, defined: tuple[bool, ...]) -> PartialBackward:
         """Backward graph for the case that only some tangents are defined, and the inputs that its outputs belong
         to."""
+
+    def eager_nodes(self, capture: Capture) -> EagerNodes | None:
+        """The autograd nodes that eager has for a call; None where they are not to be had."""
 
     def recompute(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The program's outputs, run by autograd under the autocast state of the capture."""
@@ -350,22 +431,22 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()
-        _unpack(ctx)
+        _unpack(ctx, grads)
         with call.program.lock:
             try:
                 call.begin_backward(ctx)
-                call.check_versions(ctx)
+                call.check_versions(ctx, grads)
                 if torch.is_grad_enabled():
                     result = _eager_backward(call, ctx, grads, "create_graph=True")
                 elif autocast_is_on():
                     result = _backward_under_autocast(call, ctx, grads)
                 elif call.twin is None:
-                    result = _backward(call, grads)
+                    result = _backward(call, ctx, grads)
                 else:
                     result = _verified_backward(call, call.twin, ctx, grads)
                 result = call.end_backward(result)
             finally:
-                if keeps and not keep:
+                if keeps and not keep and not call.goes_on:
                     call.end()
         return (None, *result)
 
@@ -373,7 +454,7 @@ class _Node(torch.autograd.Function):
 _apply = plain_apply(_Node)
 
 
-def _unpack(ctx: Any) -> None:
+def _unpack(ctx: Any, grads: Sequence[torch.Tensor | None]) -> None:
     """Touch the saved tensors: autograd says here that the graph has been freed, and checkpoint runs the forward again.
 
     That one of them was changed in place is no matter to a replay, which has its own copy; what matters is watched.
@@ -381,11 +462,24 @@ def _unpack(ctx: Any) -> None:
     try:
         ctx.saved_tensors  # noqa: B018
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
+        if "modified by an inplace operation" in str(error):
+            return
+        call: Call = ctx.call
+        with call.program.lock:
+            call.begin_backward(ctx)
+            if not call.may_run_again(ctx, grads):
+                if call.freed is None and len(call.capture.plan.tangents) > 1:
+                    add_note(error, _ONE_NODE)
+                raise
 
 
-def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+_ONE_NODE = (
+    "fxgraph: the outputs of a graphed callable are outputs of one autograd node. Where the two backwards have no op "
+    "in common, eager can do without, here the first one needs retain_graph=True."
+)
+
+
+def _backward(call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     capture, slot = call.capture, call.slot
     plan = capture.plan
     given = [grads[k] for k in plan.tangents]
@@ -396,7 +490,9 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
         ]
     tangents = [tangent for tangent in given if tangent is not None]
     if len(tangents) < len(given):
-        return _partial_backward(call, given)
+        result = _partial_backward(call, given)
+        call.partly_done(ctx, grads)
+        return result
     # With is_grads_batched=True: ops have batching rules, replays and copies have not.
     if any(map(is_batched, tangents)) or not slot.takes(tangents):
         return _op_by_op(plan, [*slot.backward_inputs()[: -len(tangents)], *tangents])
@@ -453,7 +549,7 @@ def _verified_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     wanted = _wanted(call, ctx)
     before = [None if p.grad is None else p.grad.clone() for p in call.parameters]
-    result = _backward(call, grads)
+    result = _backward(call, ctx, grads)
     found, added = list(result), {}
     if call.accumulator is not None and set(wanted) - set(_wanted(call, ctx)):  # a region has accumulated
         for k, parameter, former in zip(call.accumulator.positions, call.parameters, before, strict=True):
@@ -477,7 +573,7 @@ def _partial_backward(call: Call, tangents: Sequence[torch.Tensor | None]) -> tu
     """Some outputs have no gradient: eager would not run their part of the backward at all."""
     plan = call.capture.plan
     updates = {position for _, position in plan.updates}
-    tangents = [  # An in-place update without a gradient cannot be traced apart; it gets zeros, as in AOTAutograd.
+    tangents = [  # see _defined
         torch.zeros_like(like) if tangent is None and position in updates else tangent
         for tangent, like, position in zip(tangents, call.slot.tangents, plan.tangents, strict=True)
     ]
@@ -542,7 +638,8 @@ def _eager_backward(
             hint="call requires_grad_() before the forward",
         )
     inputs = list(call.inputs)
-    for i, tensor in zip(call.with_history, ctx.saved_tensors, strict=False):
+    saved = call.history if call.history is not None else ctx.saved_tensors
+    for i, tensor in zip(call.with_history, saved, strict=False):
         inputs[i] = tensor
     inputs = [_stand_in(tensor, call.program.autocasts) for tensor in inputs]
     for i in plan.overwritten:
@@ -559,6 +656,8 @@ def _eager_backward(
     sources = [i for i in plan.gradient_of if inputs[i].requires_grad]  # AccumulateGrad passes over what is frozen now
     if not chosen or not sources:
         return (None,) * len(plan.gradient_of)
+    if not all(_defined(plan, grads)):
+        call.partly_done(ctx, grads)
     gradients = torch.autograd.grad(
         [output for output, _ in chosen],
         [inputs[i] for i in sources],

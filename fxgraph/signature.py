@@ -20,7 +20,7 @@ def key_of(specs: Sequence[InputSpec], inputs: Sequence[Any], autocasts: bool = 
     parts: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     for spec, value in zip(specs, inputs, strict=True):
         if not isinstance(value, torch.Tensor):
-            parts.append((type(value), value))
+            parts.append((type(value), repr(value)))  # -0.0 == 0.0, and nan is no nan
         elif spec.live:
             parts.append((value.data_ptr(), value.requires_grad, value.is_inference(), value.dtype, value.shape))
         else:

@@ -31,6 +31,7 @@ from . import weight_casts
 from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from ._torch_compat.fx import compile_now
+from ._torch_compat.tracing import fake_mode_of, tracing
 from .errors import FxgraphError, TraceError, add_note
 
 
@@ -400,7 +401,8 @@ def export(
         ) from error
     except FxgraphError:
         raise
-    except (RuntimeError, AssertionError, TypeError, ValueError, IndexError, ArithmeticError) as error:
+    # AttributeError: what a higher-order op that does not know of static shapes fails with.
+    except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         add_note(error, "fxgraph: while tracing the joint forward/backward graph; nothing was captured")
         raise TraceError(
             "joint-untraceable",
@@ -470,16 +472,17 @@ def _output_specs(metadata: Any, num_forward: int, total: int) -> tuple[OutputSp
     return tuple(specs)
 
 
-_TORCH_LEVEL = tuple(rule for rule in passes.CAPTURABLE if rule.id != "higher-order-op")
+_CONTROL_FLOW = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}
+"""Higher-order ops that AOTAutograd leaves as they are, or fails at: ``while_loop`` asks for symbolic shapes."""
 
 
 def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     """The rules' verdict on a torch-level graph.
 
-    AOTAutograd inlines some higher-order ops, and constants of the CPU in a graph of another device are moved there
-    (:func:`export`): both are judged in the joint graph.
+    AOTAutograd inlines the other higher-order ops, and constants of the CPU in a graph of another device are moved
+    there (:func:`export`): both are judged in the joint graph.
     """
-    report = passes.check(graph, _TORCH_LEVEL)
+    report = passes.check(graph, passes.CAPTURABLE)
     if report.ok:
         return report
     constants = made_on_host(graph)
@@ -487,6 +490,9 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
 
     def stands(violation: passes.Violation) -> bool:
         node = nodes.get(violation.where.node or "")
+        if violation.id == "higher-order-op":
+            target = node.target if node is not None else None
+            return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _CONTROL_FLOW
         movable = violation.id == "several-devices" or (node is not None and host_copy(node) is not None)
         return node is None or not movable or not concerns_only(node, constants)
 
@@ -547,3 +553,9 @@ def example_inputs(joint: JointGraph) -> tuple[torch.Tensor, ...]:
     return tuple(
         node.meta["val"].detach().requires_grad_(info.requires_grad) for node, info in zip(nodes, infos, strict=False)
     )
+
+
+def run_on_fakes(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The outputs of a torch-level graph for fake tensors, with the autograd nodes that eager gives them."""
+    with tracing(), fake_mode_of(inputs):
+        return tuple(graph.forward(*inputs))

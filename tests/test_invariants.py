@@ -865,6 +865,10 @@ def _replace(path: str, make: Callable[[], Any]) -> Callable[[Side], None]:
     return change
 
 
+def _hide(module: nn.Module, name: str, value: Any = None) -> None:
+    vars(module)[name] = torch.ones_like(getattr(module, name).detach()) if value is None else value
+
+
 CHANGES: dict[str, Callable[[Side], Any]] = {
     "copy_ into a parameter": lambda side: side.module.inner.weight.data.copy_(torch.ones(4, 3)),
     "load_state_dict": lambda side: side.module.load_state_dict({k: v + 1 for k, v in _state(side).items()}),
@@ -894,6 +898,9 @@ CHANGES: dict[str, Callable[[Side], Any]] = {
     "double and back": lambda side: side.module.double().float() and None,
     "a hook on an inner module": _hook,
     "a pre-hook on an inner module": lambda side: _hook(side, pre=True),
+    "an entry that hides a parameter": lambda side: _hide(side.module.inner, "weight"),
+    "an entry that hides a buffer": lambda side: _hide(side.module.bn, "running_mean"),
+    "an entry that hides a module": lambda side: _hide(side.module, "act", nn.ReLU()),
     "gradients set": lambda side: [setattr(p, "grad", torch.ones_like(p)) for p in side.module.parameters()],
     "weights changed in place": lambda side: nn.init.constant_(side.module.outer.weight, 0.5),
 }  # fmt: skip

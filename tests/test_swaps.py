@@ -127,6 +127,28 @@ def test_conversions_and_loads_that_swap(grads: str, device: str) -> None:
     assert (stats.replays, stats.eager_calls) == (10, 0)
 
 
+@pytest.mark.parametrize("grads", ["autograd", "in_graph"])
+def test_a_swap_between_forward_and_backward_is_refused_and_keeps_nothing(grads: str, device: str) -> None:
+    """In eager torch refuses the swap where something holds the parameter, or the backward after it."""
+    options = {"grads": grads, "max_in_flight": 1, "max_captures": 2}
+    x = torch.randn(3, 4, device=device)
+    graphed = fxgraph.make_graphed_callables(net(device), (x,), options=options)
+    held = []
+    for _ in range(6):
+        out = graphed(x)
+        with pytest.raises(RuntimeError, match=r"poisoned by swap_tensors|\[parameter-replaced\]|use_count"):
+            for parameter in graphed.parameters():
+                torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 3))
+            out.sum().backward()
+        del out
+        graphed.zero_grad()
+        gc.collect()
+        graphed(x).sum().backward()
+        held.append(fxgraph.stats(graphed).pool_bytes)
+    assert fxgraph.stats(graphed).eager_calls == 0  # the slot was given back each time
+    assert len(set(held[2:])) == 1, held
+
+
 def test_who_holds_a_tensor() -> None:
     parameter = nn.Parameter(torch.ones(2))
     watched = Watched.of(parameter)

@@ -469,3 +469,23 @@ def test_the_memory_of_outputs_is_freed_or_moved(moved: str, device: str) -> Non
         loss.backward()
         for one, other in zip(eager.parameters(), graphed.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
+
+
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    if bool(x.sum() > 0):
+        return x + 1
+    return x - 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+def test_torch_jit_script(device: str) -> None:
+    x = torch.ones(2, device=device)
+    scripted = torch.jit.script(make_graphed_callables(_scripted, (x,)))
+    for given in (x, -x):  # the branch is the original's own
+        torch.testing.assert_close(scripted(given), _scripted(given), rtol=0, atol=0)
+    module = make_graphed_callables(nn.Tanh(), (x,))
+    with pytest.raises(AttributeError, match=r"fxgraph\.ungraph\(module\)"):
+        torch.jit.script(module)
+    assert not hasattr(module.forward, "__globals__")
+    torch.testing.assert_close(torch.jit.script(fxgraph.ungraph(module))(x), x.tanh(), rtol=0, atol=0)

@@ -64,6 +64,30 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
         return True  # the gradient of this leaf is what torch.autograd.grad was asked for
 
 
+def saves_tensors(node: torch.autograd.graph.Node) -> bool:
+    """Whether a second backward through this node fails after one without ``retain_graph``.
+
+    A generated node has ``_raw_saved_x`` for each tensor that it may have saved, and then ``_saved_x`` is not None; a
+    list of tensors counts where it is empty too. What cannot be looked into is taken for one that saves: nodes written
+    in Python, and those of C++ extensions.
+    """
+    if isinstance(node, torch._C._FunctionBase) or type(node).__name__ in ("CopySlices", "CppFunction"):
+        return True
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                if getattr(node, name.removeprefix("_raw")) is not None:
+                    return True
+            except RuntimeError:  # changed in place since
+                return True
+    return False
+
+
+def hooks_of_saved(ctx: Any) -> bool:
+    """Whether what a ``torch.autograd.Function`` has saved, and autograd has not freed, has hooks."""
+    return any(saved.unpack_hook is not None for saved in ctx._raw_saved_tensors)
+
+
 def hooked(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether one of these leaves has a hook that Python has registered: of its own, or of its ``AccumulateGrad``."""
     return _hooked_themselves(parameters) or any(map(_node_hooked, _with_node(parameters)))

@@ -17,14 +17,19 @@ are done about it.
   (``PyDict_Watch``; before, it compares addresses that may dangle, so torch 2.13 has that off). What it does not see is
   compared here: tensors, as said, and the classes of modules. Functions may be given other defaults: they are never
   passed over.
+
+Two things are added to the tree: that nothing in a module's ``__dict__`` hides a parameter, buffer or module that was
+read, a lookup each, passed over with the module; and the sign of each zero among the constants, in Python.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import itertools
+import math
 import operator
 import re
 import sys
@@ -134,12 +139,14 @@ class Reading:
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
+            _see_what_hides(output_graph.guards, self.graph)
             at_once = {source for source in self.sources if is_parameter(source) or is_buffer(source)}
             output_graph.guards.inner = {
                 guard
                 for guard in output_graph.guards.inner
                 if not (guard.create_fn_name() == "TENSOR_MATCH" and guard.name in at_once)
             }
+        _tell_signs(output_graph.guards)
         with (
             get_metrics_context(),
             dynamo_timed("fxgraph_guards"),
@@ -263,6 +270,82 @@ def is_parameter(source: str) -> bool:
 def is_buffer(source: str) -> bool:
     """Whether a source is that of a module's buffer."""
     return "._buffers[" in source
+
+
+def _see_what_hides(guards_set: Any, graph: torch.fx.GraphModule) -> None:
+    """Guard that no entry of a module's ``__dict__`` has the name of a parameter, buffer or module that was read.
+
+    Python would find the entry; Dynamo, and its bytecode, look among the parameters. The sources of the graph's inputs
+    and those of guards lead over all of them.
+    """
+    waiting = [getattr(node, "_dynamo_source", None) for node in graph.graph.find_nodes(op="placeholder")]
+    waiting += [guard.originating_source for guard in guards_set.inner]
+    seen = set()
+    while waiting:
+        source = waiting.pop()  # of L['self']._parameters['weight'], say
+        if source is None or source in seen:
+            continue
+        seen.add(source)
+        register, name = getattr(source, "base", None), getattr(source, "index", None)
+        waiting.append(register)
+        if (
+            register is not None
+            and isinstance(name, str)
+            and getattr(register, "member", "") in ("_parameters", "_buffers", "_modules")
+        ):
+            guards_set.inner.add(register.base.make_guard(functools.partial(_not_hidden, attr=name)))
+
+
+def _not_hidden(builder: Any, guard: Any, attr: str) -> None:
+    if attr not in vars(builder.get(guard)):  # where it is, Dynamo has read the entry (a Sequential reads neither)
+        builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr)
+
+
+def tighten_guards(graph: torch.fx.GraphModule) -> None:
+    """In a backend, for the graph that it is given: have Dynamo's guards, which are built afterwards, tell -0.0 from
+    0.0 and see what hides parameters."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None:
+        guards_set = context.guards_context.dynamo_guards
+        _see_what_hides(guards_set, graph)
+        _tell_signs(guards_set)
+
+
+def _tell_signs(guards_set: Any) -> None:
+    guards_set.inner = set(map(_with_signs, guards_set.inner))
+
+
+def _with_signs(guard: Any) -> Any:
+    """A guard for a constant that also tells -0.0 from 0.0, which Dynamo's, by ``==``, takes for the same.
+
+    The check is a function in Python, in Dynamo's tree and passed over with what is around it; only where there is a
+    zero.
+    """
+    if guard.create_fn_name() not in ("CONSTANT_MATCH", "EQUALS_MATCH"):
+        return guard
+    create = guard.create_fn
+
+    @functools.wraps(create)
+    def with_signs(builder: Any, guard: Any) -> None:
+        create(builder, guard)
+        signs = _signs_of_zeros(builder.get(guard))
+        if signs:
+            said = [f"the signs of the zeros in {guard.name} are {signs}"]
+            builder.get_guard_manager(guard).add_lambda_guard(lambda value: _signs_of_zeros(value) == signs, said, None)
+
+    signed = copy.copy(guard)
+    signed.create_fn = with_signs
+    return signed
+
+
+def _signs_of_zeros(value: Any) -> list[float]:
+    if isinstance(value, float):
+        return [] if value else [math.copysign(1.0, value)]
+    if isinstance(value, complex):
+        return _signs_of_zeros(value.real) + _signs_of_zeros(value.imag)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return [sign for element in value for sign in _signs_of_zeros(element)]
+    return []
 
 
 def _with_classes(

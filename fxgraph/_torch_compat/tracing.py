@@ -56,4 +56,9 @@ def forget_tensors(values: Iterable[Any]) -> None:
         convert_frame._clear_fake_mode_weakrefs(mode)
 
 
-__all__ = ["LOCK", "forget_tensors", "is_fake", "tracing"]
+def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mode of the fake tensors among these; one that does nothing where there are none."""
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), contextlib.nullcontext())
+
+
+__all__ = ["LOCK", "fake_mode_of", "forget_tensors", "is_fake", "tracing"]
