@@ -40,6 +40,20 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every function that Dynamo reads."""
+    made: list[Any] = []
+    original = trace.read
+
+    def read(*args: Any, **how: Any) -> trace.PythonTrace:
+        made.append(args)
+        return original(*args, **how)
+
+    monkeypatch.setattr(trace, "read", read)
+    return made
+
+
 def plans(graphed: Any) -> list[Any]:
     callables = [g if isinstance(g, GraphedCallable) else g.forward for g in graphed]
     return [capture.plan for c in callables for program in c.programs() for capture in program.captures.values()]
@@ -61,12 +75,14 @@ def train(blocks: Any, device: str) -> list[torch.Tensor]:
     return [*seen, *[p.detach() for p in parameters], *[b for block in blocks for b in block.buffers()]]
 
 
-def test_equal_blocks_are_lowered_once_and_train_as_in_eager(exports: list[Any], device: str) -> None:
+def test_equal_blocks_are_read_and_lowered_once_and_train_as_in_eager(
+    exports: list[Any], read: list[Any], device: str
+) -> None:
     eager = tuple(Block().to(device) for _ in range(4))
     sample = torch.randn(5, 8, device=device, requires_grad=True)
     twins = copy.deepcopy(eager)
     graphed = fxgraph.make_graphed_callables(twins, ((sample,),) * 4)
-    assert len(exports) == 1
+    assert len(read) == len(exports) == 1
     assert len(set(map(id, plans(graphed)))) == 1
     # The first block's input needs no gradient when it trains, so it is captured once more.
     torch.testing.assert_close(train(graphed, device), train(eager, device), rtol=0, atol=0)
