@@ -186,6 +186,7 @@ class PythonTrace:
             return None
         if self._reading.why_not_inputs(inputs):
             return None
+        self._reading.mark(inputs)
         other.watch(inputs)
         return other
 

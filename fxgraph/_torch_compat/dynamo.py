@@ -198,6 +198,7 @@ class Reading:
         """From now on the graph's inputs have to look like these."""
         places = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         tensors = [inputs[i] for i in places]
+        self._static = [vars(tensor).get(_STATIC) for tensor in tensors]
         sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]
         self._tensors = (
             places,
@@ -207,6 +208,12 @@ class Reading:
                 dynamic_dims_strides=strides,  # type: ignore[arg-type]  # likewise
             ),
         )
+
+    def mark(self, inputs: Sequence[Any]) -> None:
+        """Mark inputs as reading marks those of modules, and has marked those that are watched."""
+        for i, mark in zip(self._watched()[0], self._static, strict=True):
+            if mark is not None and _STATIC not in vars(inputs[i]):
+                torch._dynamo.mark_static_address(inputs[i], guard=mark == "guarded")
 
     def why_not_inputs(self, inputs: Sequence[Any]) -> str:
         """Which of these inputs does not look like those that are watched."""
@@ -280,6 +287,7 @@ class Reading:
 
 
 _numbers = itertools.count()
+_STATIC = "_dynamo_static_input_type"
 
 
 class GuardsFailed(Exception):
