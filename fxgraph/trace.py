@@ -28,7 +28,7 @@ from passes.capturable_ops import host_copy
 from passes.facts import tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
 
-from . import layers, weight_casts
+from . import layers, stitching, weight_casts
 from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from ._torch_compat.fx import compile_now
@@ -488,7 +488,7 @@ def _lowered(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], for_inductor
     short = layers.shorten(graph, inputs)
     if short is not None:
         joint, metadata = _lowered(short.graph, [inputs[i] for i in short.taken], for_inductor)
-        whole = short.lengthen(joint, metadata)
+        whole = stitching.lengthen(short, joint, metadata)
         if whole is not None:
             return whole
     return aot.export_joint(graph, tuple(inputs), for_inductor)

@@ -1,4 +1,4 @@
-"""layers.py: equal layers are lowered a few times, and the joint graph is the one that lowering all of them gives."""
+"""Equal layers are lowered a few times, and the joint graph is the one that lowering all of them gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import fxgraph
-from fxgraph import layers, trace
+from fxgraph import layers, stitching, trace
 from fxgraph._torch_compat import aot
 from fxgraph.graphed import as_function
 from passes.aliasing import Aliases
@@ -156,7 +156,8 @@ def test_the_joint_graph_is_that_of_all_layers(name: str, for_inductor: bool) ->
     short = layers.shorten(graph, inputs)
     assert short is not None and len(short.graph.graph.nodes) < len(graph.graph.nodes)
     whole, metadata = aot.export_joint(graph, inputs, for_inductor)
-    found = short.lengthen(*aot.export_joint(short.graph, tuple(inputs[i] for i in short.taken), for_inductor))
+    taken = tuple(inputs[i] for i in short.taken)
+    found = stitching.lengthen(short, *aot.export_joint(short.graph, taken, for_inductor))
     assert found is not None
     joint, its_metadata = found
     joint.graph.lint()
@@ -331,7 +332,7 @@ def test_equal_layers_are_lowered_four_times_and_train_as_in_eager(count: int, t
 def test_where_the_lowered_layers_differ_all_are_lowered(
     traced: list[int], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setattr(layers, "_same_look", lambda one, two: False)
+    monkeypatch.setattr(stitching, "_same_look", lambda one, two: False)
     eager = Stack([Attention() for _ in range(7)]).to(device)
     graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), (torch.randn(2, 4, WIDTH, device=device),))
     assert traced == [4 * (19 + 2) + 3, 7 * (19 + 2) + 3]
