@@ -321,6 +321,18 @@ class GraphedCallable:
         return _Traced(traced, program, traced.bind(program))
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.PythonTrace:
+        """The callable's graph, from a callable that is alike if one is graphed together with this one."""
+        if self.pools.plans is None:
+            return self._read_anew(args, kwargs)
+        known = self.pools.plans.read.setdefault(self._plain, [])
+        names = self._locals(args, kwargs) if known else {}
+        for other in known:
+            if (found := other.again(self.function, names, args, kwargs)) is not None:
+                return found
+        known.append(self._read_anew(args, kwargs))
+        return known[-1]
+
+    def _read_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.PythonTrace:
         """The callable's graph; where data decides on sizes or numbers, with these as values in the graph."""
         try:
             return trace.read(self.function, args, kwargs)

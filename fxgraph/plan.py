@@ -18,6 +18,7 @@ import passes
 from passes.aliasing import Aliases
 
 from ._torch_compat import aot
+from ._torch_compat.fx import compile_now
 from ._torch_compat.layout import suggest_memory_format
 from .effects import (
     CannotPlan,
@@ -418,6 +419,7 @@ def for_real_tensors(region: fx.GraphModule) -> None:
         dense.meta = dict(gradient.meta)
         node.update_arg(0, dense)
     region.recompile()
+    compile_now(region)
 
 
 def own_memory(backward: fx.GraphModule) -> fx.GraphModule:

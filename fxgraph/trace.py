@@ -15,6 +15,7 @@ import enum
 import operator
 import re
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from passes.capturable_ops import host_copy
 from passes.facts import tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
 
-from . import weight_casts
+from . import layers, stitching, weight_casts
 from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from ._torch_compat.fx import compile_now
@@ -159,6 +160,36 @@ class PythonTrace:
     def watch(self, inputs: Sequence[Any]) -> None:
         """From now on calls whose flat inputs do not look like these do not fit."""
         self._reading.watch(inputs)
+
+    def again(
+        self,
+        function: types.FunctionType | types.MethodType,
+        names: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> PythonTrace | None:
+        """The trace of the same function, or method of another object, if all that was read is so there too.
+
+        Args:
+            function: with the ``__func__`` that was read.
+            names: its local names for the call.
+            args: of the call, as ``kwargs``.
+        """
+        reading = self._reading.again(names)
+        if reading is None:
+            return None
+        other = PythonTrace(function, reading)
+        try:
+            inputs = other.flat_inputs(args, kwargs)
+        except Exception as error:  # whatever looking for an input raises: see `why_not`
+            if not other.does_not_fit(error):
+                raise
+            return None
+        if self._reading.why_not_inputs(inputs):
+            return None
+        self._reading.mark(inputs)
+        other.watch(inputs)
+        return other
 
     def why_not(self, names: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guards that a call fails, one per line."""
@@ -298,7 +329,14 @@ def specialise(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
                 constants[node] = node.target(*args)
                 continue
         renamed[node] = copied.node_copy(node, value_of)
-    return fx.GraphModule(graph, copied)
+    result = fx.GraphModule(graph, copied)
+    if not constants and graph in _IN_ORDER:
+        _IN_ORDER.add(result)
+    return result
+
+
+_IN_ORDER: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
+"""Torch-level graphs that the rules have nothing against; nobody changes one that has been judged."""
 
 
 def lift_attributes(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
@@ -391,7 +429,7 @@ def export(
         TraceError: ``op-failed``, ``no-fake-impl`` or ``untraceable``.
     """
     try:
-        joint, metadata = aot.export_joint(graph, tuple(inputs), for_inductor)
+        joint, metadata = _lowered(graph, inputs, for_inductor)
     except torch._subclasses.fake_tensor.UnsupportedOperatorException as error:
         raise TraceError(
             "no-fake-impl",
@@ -447,6 +485,17 @@ def export(
     )
 
 
+def _lowered(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], for_inductor: bool) -> tuple[fx.GraphModule, Any]:
+    """AOTAutograd's joint graph and metadata; of equal layers a few are lowered (:mod:`fxgraph.layers`)."""
+    short = layers.shorten(graph, inputs)
+    if short is not None:
+        joint, metadata = _lowered(short.graph, [inputs[i] for i in short.taken], for_inductor)
+        whole = stitching.lengthen(short, joint, metadata)
+        if whole is not None:
+            return whole
+    return aot.export_joint(graph, tuple(inputs), for_inductor)
+
+
 def origin(joint: JointGraph, node: fx.Node) -> str | None:
     """The name of the torch-level node that an op of a joint graph, or of a region made of it, was traced from.
 
@@ -482,8 +531,11 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     AOTAutograd inlines the other higher-order ops, and constants of the CPU in a graph of another device are moved
     there (:func:`export`): both are judged in the joint graph.
     """
+    if graph in _IN_ORDER:  # judged when it was read, and again for each capture
+        return passes.Report()
     report = passes.check(graph, passes.CAPTURABLE)
     if report.ok:
+        _IN_ORDER.add(graph)
         return report
     constants = made_on_host(graph)
     nodes = {node.name: node for node in graph.graph.nodes}

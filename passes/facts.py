@@ -67,7 +67,10 @@ def constant_of(node: Node) -> Any:
 
 def tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
     """Return the fake tensors in the node's value, in order."""
-    return tuple(leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor))
+    value = value_of(node)
+    if value is None or isinstance(value, torch.Tensor):  # nearly always, and rules ask for each node many times
+        return () if value is None else (value,)
+    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def input_tensors_of(node: Node) -> tuple[torch.Tensor, ...]:

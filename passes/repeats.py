@@ -122,9 +122,13 @@ class _Search:
     nodes: list[Node]
     colours: list[int] = field(init=False)  # equal for calls that may stand for each other, wiring aside
     positions: dict[Node, int] = field(init=False)
+    reads: list[list[Node]] = field(init=False)  # what each call reads, in order, as often as it reads it
+    described: dict[Node, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers: dict[Hashable, int] = {}
+        self.reads = [_node_leaves(node) for node in self.nodes]
+        self.described = {source: _describe(source) for reads in self.reads for source in reads}
         self.colours = [numbers.setdefault(_signature(node), len(numbers)) for node in self.nodes]
         self.positions = {node: position for position, node in enumerate(self.nodes)}
 
@@ -185,12 +189,12 @@ class _Search:
         outside: dict[Node, int] = {}
         wiring: list[Hashable] = []
         for position in range(start, start + size):
-            for source in _node_leaves(self.nodes[position]):
+            for source in self.reads[position]:
                 place = self.positions.get(source, -1)
                 if place >= start:
                     wiring.append(place - start)
                 else:
-                    wiring.append(("input", outside.setdefault(source, len(outside)), _describe(source)))
+                    wiring.append(("input", outside.setdefault(source, len(outside)), self.described[source]))
         return tuple(self.colours[start : start + size]), tuple(wiring)
 
 

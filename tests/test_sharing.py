@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,20 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every function that Dynamo reads."""
+    made: list[Any] = []
+    original = trace.read
+
+    def read(*args: Any, **how: Any) -> trace.PythonTrace:
+        made.append(args)
+        return original(*args, **how)
+
+    monkeypatch.setattr(trace, "read", read)
+    return made
+
+
 def plans(graphed: Any) -> list[Any]:
     callables = [g if isinstance(g, GraphedCallable) else g.forward for g in graphed]
     return [capture.plan for c in callables for program in c.programs() for capture in program.captures.values()]
@@ -61,12 +76,14 @@ def train(blocks: Any, device: str) -> list[torch.Tensor]:
     return [*seen, *[p.detach() for p in parameters], *[b for block in blocks for b in block.buffers()]]
 
 
-def test_equal_blocks_are_lowered_once_and_train_as_in_eager(exports: list[Any], device: str) -> None:
+def test_equal_blocks_are_read_and_lowered_once_and_train_as_in_eager(
+    exports: list[Any], read: list[Any], device: str
+) -> None:
     eager = tuple(Block().to(device) for _ in range(4))
     sample = torch.randn(5, 8, device=device, requires_grad=True)
     twins = copy.deepcopy(eager)
     graphed = fxgraph.make_graphed_callables(twins, ((sample,),) * 4)
-    assert len(exports) == 1
+    assert len(read) == len(exports) == 1
     assert len(set(map(id, plans(graphed)))) == 1
     # The first block's input needs no gradient when it trains, so it is captured once more.
     torch.testing.assert_close(train(graphed, device), train(eager, device), rtol=0, atol=0)
@@ -144,6 +161,53 @@ def test_what_differs_is_planned_by_itself(name: str, exports: list[Any]) -> Non
     assert len(exports) == 2
     first, second = plans(graphed)
     assert first is not second
+
+
+class Child(Block):
+    """Another class with the same forward."""
+
+
+READ_APART = {
+    **{
+        name: OTHERS[name] for name in ("sign of a zero", "type of a constant", "training", "frozen", "tied", "strides")
+    },
+    **{name: OTHERS[name] for name in ("rows", "gradient of the input")},
+    "class": (Child, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", READ_APART)
+def test_what_differs_in_python_is_read_by_itself(name: str, read: list[Any]) -> None:
+    make, change = READ_APART[name]
+    x = torch.randn(5, 8)
+    base = Block(factor=0.0) if name == "sign of a zero" else Block()
+    fxgraph.make_graphed_callables((base, make()), ((x,), (change(x),)), allow_unused_input=True)
+    assert len(read) == 2
+
+
+def test_a_change_of_one_of_several_that_were_read_once_is_noticed(read: list[Any], device: str) -> None:
+    eager = tuple(Block(rate=0.0).to(device) for _ in range(3))
+    x = torch.randn(5, 8, device=device)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), ((x,),) * 3)
+    assert len(read) == 1
+    for blocks in (eager, graphed):
+        blocks[0].factor = 3.0
+        blocks[1].body[2] = nn.Tanh()
+        blocks[2].body[0].weight = nn.Parameter(blocks[2].body[0].weight.detach() * 2)
+    for block, twin in zip(eager, graphed, strict=True):
+        torch.testing.assert_close(twin(x), block(x), rtol=0, atol=0)
+        torch.testing.assert_close(twin(x), block(x), rtol=0, atol=0)
+
+
+def test_a_callable_outlives_the_one_that_was_read(device: str) -> None:
+    eager = Block(rate=0.0).to(device)
+    x = torch.randn(5, 8, device=device)
+    first, second = fxgraph.make_graphed_callables((Block(rate=0.0).to(device), copy.deepcopy(eager)), ((x,), (x,)))
+    fxgraph.ungraph(first)
+    del first
+    gc.collect()
+    torch.testing.assert_close(second(x), eager(x), rtol=0, atol=0)
+    assert fxgraph.stats(second).replays == 1
 
 
 def twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.utils.dlpack import from_dlpack
 
 import passes
 from fxgraph import trace
-from fxgraph._torch_compat import aot, backward_entry, dynamo, inductor, interpreter
+from fxgraph._torch_compat import aot, backward_entry, dynamo, inductor, interpreter, joint
 from fxgraph._torch_compat.autocast import AutocastState
 from fxgraph._torch_compat.autograd import (
     accumulated_elsewhere,
@@ -34,6 +36,7 @@ from fxgraph._torch_compat.autograd import (
     watched,
     will_run,
 )
+from fxgraph._torch_compat.fx import code_later, compile_now, lazy_graph_module
 from fxgraph._torch_compat.interpreter import OperatorCall
 from fxgraph._torch_compat.layout import suggest_memory_format
 from fxgraph._torch_compat.storage import Held, use_counts
@@ -92,6 +95,11 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._C._are_functorch_transforms_active", []),
     ("torch._C._len_torch_dispatch_stack", []),
     ("torch.fx._lazy_graph_module._LazyGraphModule.force_recompile", ["gm"]),
+    ("torch.fx._lazy_graph_module._use_lazy_graph_module", ["should_use"]),
+    ("torch.fx.traceback.NodeSource", ["node", "pass_name", "action"]),
+    ("torch._functorch._aot_autograd.descriptors.PlainAOTInput", ["idx"]),
+    ("torch._functorch._aot_autograd.descriptors.GradAOTOutput", ["grad_of"]),
+    ("torch._subclasses.fake_tensor.FakeTensor.__new__", ["fake_mode", "elem", "device"]),
     ("torch._dynamo.exc.Unsupported", []),
     ("torch._dynamo.guards.profile_guard_manager", []),
     ("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", []),
@@ -1026,3 +1034,57 @@ def test_whether_a_write_is_counted_is_tried_on_fakes() -> None:
     before = [tensor._version for tensor in inputs]
     assert aot.counted_writes(fx.symbolic_trace(function), inputs) == {3}, changed("batch norm counts its writes")
     assert [tensor._version for tensor in inputs] == before
+
+
+# -- joint graphs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fake_value_can_be_made_like_another_one_in_other_memory() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        base = torch.empty(4, 6, dtype=torch.float16)
+        view, apart = base.t()[1:], torch.empty(3)
+    memory = joint.Memory()
+    new_base, new_view = memory.like(base), memory.like(view)
+    for old, new in ((base, new_base), (view, new_view), *zip((apart, view), memory.like((apart, view)), strict=True)):
+        assert joint.look_of(new) == joint.look_of(old) is not None
+        assert new.fake_mode is mode and new.device == old.device
+        assert new.untyped_storage()._cdata != old.untyped_storage()._cdata
+    assert new_base.untyped_storage()._cdata == new_view.untyped_storage()._cdata
+    assert not memory.moves(torch.empty(1)) and memory.moves(view)
+    memory.identify(apart, apart)
+    with mode:
+        other = torch.empty(3)
+    memory = joint.Memory()
+    memory.identify(apart, other)
+    assert memory.like(apart).untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def test_what_a_fake_value_looks_like_tells_all_but_its_memory() -> None:
+    with FakeTensorMode():
+        plain = torch.empty(2, 3)
+        others = [
+            torch.empty(2, 3, dtype=torch.float64),
+            torch.empty(3, 2).t(),
+            torch.empty(2, 4)[:, 1:],
+            torch.empty(7).as_strided((2, 3), (3, 1)),
+            (torch.empty(2, 3),),
+            None,
+            1,
+            1.0,
+        ]
+        unknown = [torch.empty(2, 3, requires_grad=True), torch.empty(2, dtype=torch.complex64).conj()]
+        assert joint.look_of(plain) == joint.look_of(torch.empty(2, 3))
+        looks = [joint.look_of(value) for value in (plain, *others)]
+        assert len(set(map(repr, looks))) == len(looks) and None not in looks
+        assert [joint.look_of(value) for value in (*unknown, [plain, unknown[0]])] == [None] * 3
+
+
+def test_torchs_graph_modules_can_generate_their_code_later() -> None:
+    graph = fx.symbolic_trace(lambda x: x + 1)
+    with code_later():
+        made = _make_graph_module(graph, graph.graph)
+    assert type(made).forward is type(made)._lazy_forward, changed("no lazy graph module is made")
+    compile_now(made)
+    assert type(made).forward is not type(made)._lazy_forward
+    assert lazy_graph_module(graph, graph.graph)(2) == made(2) == 3

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import inductor
 from .functionalize import written_in_place
+from .fx import code_later
 from .product import both_formulas
 from .tracing import forget_tensors, tracing
 
@@ -119,6 +120,7 @@ def export_joint(
         contextlib.nullcontext() if for_inductor else both_formulas(graph),
         functorch_config.patch(functionalize_rng_ops=False),
         torch._guards.tracing(None),
+        code_later(),
     ):
         joint = aot_export_joint_with_descriptors(
             stack,
@@ -154,10 +156,10 @@ def partition(
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward graph (its last outputs are the saved values) and backward graph (saved values, then tangents)."""
     _use_a_result_of_each(joint.graph)
-    if for_inductor:
-        return inductor.partition(joint, num_forward)
-    forward, backward = default_partition(joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[])
-    return forward, backward
+    with code_later():
+        if for_inductor:
+            return inductor.partition(joint, num_forward)
+        return default_partition(joint, [], num_fwd_outputs=num_forward, static_lifetime_input_indices=[])
 
 
 def _use_a_result_of_each(graph: torch.fx.Graph) -> None:

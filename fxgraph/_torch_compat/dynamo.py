@@ -35,7 +35,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -135,7 +135,7 @@ class Reading:
         self.graph: torch.fx.GraphModule | None = None
         self.sources: list[str] = []
         output_graph = capture.graph_capture_output.output_graph
-        modules = _guarded_modules(output_graph)
+        self._modules = _guarded(output_graph, ("TYPE_MATCH",))
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
@@ -157,10 +157,11 @@ class Reading:
         ):
             manager = capture.graph_capture_output.build_guards(function.__code__).guard_manager
         self._manager = manager
+        self._globals = function.__globals__
+        self._global_scope = output_graph.global_scope
+        self._constants = self._texts(_guarded(output_graph, _COMPARED), output_graph.local_scope)
         # Whether the guards hold for these local names, as far as can be said before the graph's inputs are found.
-        self.check: Callable[[dict[str, Any]], bool] = (
-            _with_classes(manager.check, modules) if modules else manager.check
-        )
+        self.check = self._check_for(output_graph.local_scope)
         self._tensors: tuple[list[int], Any] | None = None
         self._calls_graph_at: dict[types.CodeType, int] = {}  # offset in the bytecode of what `bind` has given
         # Of the capture only this is kept: the rest holds the tensors of the call that was read.
@@ -168,12 +169,42 @@ class Reading:
         if backend_input is not None:
             self._backend_id: str = backend_input.backend_id
             self._environment = capture.graph_capture_output.get_runtime_env()
-            self._globals = function.__globals__
+
+    def _values(self, names: Iterable[str], local_names: dict[str, Any]) -> list[Any]:
+        scope = {"L": local_names, "G": self._global_scope}
+        return [eval(name, scope) for name in names if _PATH.fullmatch(name)]  # Dynamo's own expressions
+
+    def _texts(self, names: Sequence[str], local_names: dict[str, Any]) -> dict[str, tuple[type, str]] | None:
+        """Constants as texts; None where some of them are found in ways that only Dynamo knows."""
+        values = self._values(names, local_names)
+        if len(values) < len(names):
+            return None
+        return {name: (type(value), repr(value)) for name, value in zip(names, values, strict=True)}
+
+    def _check_for(self, local_names: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
+        values = self._values(self._modules, local_names)
+        modules = [value for value in values if isinstance(value, torch.nn.Module)]
+        check: Callable[[dict[str, Any]], bool] = self._manager.check
+        return _with_classes(check, modules) if modules else check
+
+    def again(self, local_names: dict[str, Any]) -> Reading | None:
+        """What reading the same function for these would give; None where it might be something else.
+
+        As ``torch.compile`` does with the instances of a class. The inputs are to be looked at and watched.
+        """
+        if self.graph is None or self.graph.graph.find_nodes(op="get_attr") or not self._manager.check(local_names):
+            return None
+        if self._constants is None or self._texts(list(self._constants), local_names) != self._constants:
+            return None  # 0.0 and -0.0 are equal for a guard
+        other = copy.copy(self)
+        other.check, other._tensors = other._check_for(local_names), None
+        return other
 
     def watch(self, inputs: Sequence[Any]) -> None:
         """From now on the graph's inputs have to look like these."""
         places = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         tensors = [inputs[i] for i in places]
+        self._static = [vars(tensor).get(_STATIC) for tensor in tensors]
         sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]
         self._tensors = (
             places,
@@ -183,6 +214,12 @@ class Reading:
                 dynamic_dims_strides=strides,  # type: ignore[arg-type]  # likewise
             ),
         )
+
+    def mark(self, inputs: Sequence[Any]) -> None:
+        """Mark inputs as reading marks those of modules, and has marked those that are watched."""
+        for i, mark in zip(self._watched()[0], self._static, strict=True):
+            if mark is not None and _STATIC not in vars(inputs[i]):
+                torch._dynamo.mark_static_address(inputs[i], guard=mark == "guarded")
 
     def why_not_inputs(self, inputs: Sequence[Any]) -> str:
         """Which of these inputs does not look like those that are watched."""
@@ -256,6 +293,7 @@ class Reading:
 
 
 _numbers = itertools.count()
+_STATIC = "_dynamo_static_input_type"
 
 
 class GuardsFailed(Exception):
@@ -373,14 +411,12 @@ def _offset_of_call(code: types.CodeType, name: str) -> int:
     raise AssertionError(f"{name} is not called")
 
 
-def _guarded_modules(output_graph: Any) -> list[torch.nn.Module]:
-    """The modules whose class is guarded."""
-    scope = {"L": output_graph.local_scope, "G": output_graph.global_scope}
-    names = {guard.name for guard in output_graph.guards.inner if guard.create_fn_name() == "TYPE_MATCH"}
-    values = [eval(name, scope) for name in names if _PATH.fullmatch(name)]  # Dynamo's own expressions
-    return [value for value in values if isinstance(value, torch.nn.Module)]
+def _guarded(output_graph: Any, kinds: Sequence[str]) -> list[str]:
+    """Expressions of the objects that have a guard of these kinds."""
+    return sorted({guard.name for guard in output_graph.guards.inner if guard.create_fn_name() in kinds})
 
 
+_COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH")
 _PATH = re.compile(r"[LG]\[[^\]]+\](?:\.\w+|\[[^\]]+\])*")
 
 

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+
+def code_later() -> contextlib.AbstractContextManager[Any]:
+    """Graph modules that torch makes inside generate their code when they are first called, or by
+    :func:`compile_now`: the code of a graph that is cut or changed next is never asked for."""
+    manager: contextlib.AbstractContextManager[Any] = _use_lazy_graph_module(True)
+    return manager
+
+
+def lazy_graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module like ``root``, with another graph, whose code is generated when it is first asked for."""
+    made = _LazyGraphModule(root, graph)
+    made.meta.update(root.meta)
+    return made
 
 
 def compile_now(target: Any) -> None:
