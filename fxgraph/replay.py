@@ -16,6 +16,7 @@ import torch
 
 from ._torch_compat import aot
 from ._torch_compat.autograd import (
+    aliases,
     autocast_is_on,
     is_batched,
     keep_graph,
@@ -288,11 +289,13 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
             with contextlib.nullcontext() if counted else preserve_versions([inputs[index]]):
                 compact(inputs[index]).copy_(compact(static))
     inference = torch.is_inference_mode_enabled()
-    if not inference and not capture.copied_outputs:
-        return tuple([buffer.detach() for buffer in slot.handed])
     if not inference and slot.separate:
         copied = capture.copied_outputs
-        return tuple([copy_of(out) if k in copied else out.detach() for k, out in enumerate(slot.handed)])
+        if not copied:
+            return tuple(aliases(slot.handed))
+        return tuple([copy_of(out) if k in copied else out for k, out in enumerate(aliases(slot.handed))])
+    if not inference and not capture.copied_outputs:
+        return tuple([buffer.detach() for buffer in slot.handed])
     copied = {slot.roots[k] for k in capture.copied_outputs}
     handed: list[torch.Tensor] = []
     for k, (buffer, root) in enumerate(zip(slot.handed, slot.roots, strict=True)):
@@ -403,8 +406,8 @@ def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.T
     copied = slot.copied_gradients
     if copied:
         with kernels_only():
-            return tuple([copy_of(g) if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
-    return tuple([gradient.detach() for gradient in slot.gradients])
+            return tuple([copy_of(g) if k in copied else g for k, g in enumerate(aliases(slot.gradients))])
+    return tuple(aliases(slot.gradients))
 
 
 def _op_by_op(plan: Plan, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
