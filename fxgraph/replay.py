@@ -145,11 +145,8 @@ class Call:
                 whether the op has saved the parameter or a view of it.
         """
         live, addresses, plan = self.live, self.capture.saved_addresses, self.capture.plan
-        if (
-            not self.handed
-            and tuple([tensor.data_ptr() for tensor in live]) == addresses
-            and _versions(live) == self.live_versions
-        ):
+        same = tuple(map(_address, live)) == addresses and _versions(live) == self.live_versions
+        if same and (not self.handed or all([_version(tensor) == version for tensor, version, _ in self.handed])):  # noqa: C419  # quicker
             return
         watched = zip(live, self.live_versions, addresses, plan.saved_live.items(), strict=True)
         for tensor, version, address, (i, positions) in watched:
@@ -194,6 +191,9 @@ def _changed_in_place(tensor: torch.Tensor, version: int, what: str) -> RuntimeE
         f"[{tensor.type()} {list(tensor.shape)}], which is {what} of a graphed callable, is at version "
         f"{tensor._version}; expected version {version} instead."
     )
+
+
+_address = torch.Tensor.data_ptr
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -343,10 +343,18 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()
-        _unpack(ctx)
+        # Touch the saved tensors: autograd says here that the graph has been freed, and checkpoint runs the forward
+        # again. That one of them was changed in place is no matter to a replay, which has its own copy; what matters is
+        # watched.
+        try:
+            ctx.saved_tensors  # noqa: B018
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
         with call.program.lock:
             try:
-                call.begin_backward(ctx)
+                if call.accumulator is not None:
+                    call.begin_backward(ctx)
                 call.check_versions(ctx)
                 if torch.is_grad_enabled():
                     result = _eager_backward(call, ctx, grads, "create_graph=True")
@@ -356,7 +364,8 @@ class _Node(torch.autograd.Function):
                     result = _backward(call, grads)
                 else:
                     result = _verified_backward(call, call.twin, ctx, grads)
-                result = call.end_backward(result)
+                if call.accumulator is not None:
+                    result = call.end_backward(result)
             finally:
                 if keeps and not keep:
                     call.end()
@@ -364,18 +373,6 @@ class _Node(torch.autograd.Function):
 
 
 _apply = plain_apply(_Node)
-
-
-def _unpack(ctx: Any) -> None:
-    """Touch the saved tensors: autograd says here that the graph has been freed, and checkpoint runs the forward again.
-
-    That one of them was changed in place is no matter to a replay, which has its own copy; what matters is watched.
-    """
-    try:
-        ctx.saved_tensors  # noqa: B018
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
 
 
 def _backward(call: Call, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

@@ -28,7 +28,7 @@ MAY: dict[str, set[str]] = {
     "engines": {"errors", "_torch_compat"},
     "weight_casts": set(),
     "trace": {"errors", "weight_casts", "_torch_compat"},
-    "signature": {"trace"},
+    "signature": {"plan", "trace"},
     "effects": {"trace", "_torch_compat"},
     "plan": {"effects", "trace", "_torch_compat"},
     "sharing": {"plan", "trace", "_torch_compat"},
