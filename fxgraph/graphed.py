@@ -182,6 +182,11 @@ class GraphedCallable:
         if not report.ok:
             raise ContractError.from_report(report)
 
+    def in_place(self) -> None:
+        """It is where calls will find it."""
+        for traced in self._traced:
+            traced.trace.pass_over()
+
     def release(self) -> None:
         """Give up all traces and captures; the next call traces anew."""
         with self._lock:
@@ -199,11 +204,12 @@ class GraphedCallable:
         try:
             names = self._bind(*given, **kwargs)
         except TypeError as error:
+            positional = len(given) - len(self._bound_self)
             raise InputError(
                 "wrong-arguments",
                 f"the arguments do not fit {self.name}",
                 where=self._where(),
-                observed=f"{len(given) - len(self._bound_self)} positional and {sorted(kwargs)} keyword arguments: {error}",
+                observed=f"{positional} positional and {sorted(kwargs)} keyword arguments: {error}",
                 expected=f"arguments for {self._plain.__name__}{inspect.signature(self.function)}",
                 hint="call it as you would call the original",
             ) from error
@@ -236,6 +242,7 @@ class GraphedCallable:
             except TraceError as error:
                 return self._answer_untraceable(error, args, kwargs)
             self._add(traced)
+        traced.trace.pass_over()
         return traced.call(*self._bound_self, *args, **kwargs)
 
     def _answer_untraceable(self, error: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -430,7 +437,7 @@ def _replayed(graphed: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str,
     return graphed(*args, **kwargs)
 
 
-def _binder(function: types.FunctionType) -> Callable[..., dict[str, Any]]:
+def _binder(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """A function that gives the local names for positional and keyword arguments, defaults included.
 
     It raises TypeError as the function does. For one of plain arguments it has the same parameters,
@@ -447,7 +454,9 @@ def _binder(function: types.FunctionType) -> Callable[..., dict[str, Any]]:
     kinds = {p.kind for p in signature.parameters.values()}
     if not (kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD} and all(map(str.isidentifier, names))):
         return slowly
-    quickly: types.FunctionType = eval(f"lambda {', '.join(names)}: {{{', '.join(f'{name!r}: {name}' for name in names)}}}")
+    quickly: types.FunctionType = eval(
+        f"lambda {', '.join(names)}: {{{', '.join(f'{name!r}: {name}' for name in names)}}}"
+    )
     quickly.__defaults__ = tuple([p.default for p in signature.parameters.values() if p.default is not p.empty])
     quickly.__qualname__ = function.__qualname__
     return quickly
