@@ -76,11 +76,10 @@ class Call:
 
     def differentiable(self) -> Sequence[torch.Tensor]:
         """The inputs of the autograd node."""
-        plan, inputs = self.capture.plan, self.inputs
         if self.accumulator is None:
-            return plan.differentiable(inputs)
+            return self.capture.plan.differentiable(self.inputs)
         assert self.anchor is not None
-        return [*[inputs[plan.gradient_of[k]] for k in self.accumulator.others], self.anchor]
+        return [*self.accumulator.other_inputs(self.inputs), self.anchor]
 
     def begin_backward(self, ctx: Any) -> None:
         """Find out what becomes of the parameters' gradients in this backward."""
