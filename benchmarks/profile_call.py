@@ -33,10 +33,9 @@ import fxgraph
 PARTS = [
     ("call: find the trace (rest)", "fxgraph.graphed", "GraphedCallable.__call__"),
     ("call: bind arguments to names", "fxgraph.graphed", "GraphedCallable._locals"),
-    ("program (rest)", "fxgraph.program", "Program.__call__"),
-    ("signature: capture look-up (rest)", "fxgraph.program", "Program._capture_for"),
-    ("signature: key", "fxgraph.program", "Program._key_of"),
-    ("slot search (rest)", "fxgraph.program", "Program._slot_for"),
+    ("program (rest)", "fxgraph.program", "Program.called"),
+    ("signature: key and look-up", "fxgraph.program", "Program._capture_for"),
+    ("slot search: one more slot", "fxgraph.program", "Program._slot_for"),
     ("slot search: shared memory", "fxgraph.program", "Program._refuse_shared_writes"),
     ("slot search: free slot", "fxgraph.slots", "Capture.free_slot"),
     ("outputs put together", "fxgraph.replay", "run"),

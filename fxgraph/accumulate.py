@@ -164,6 +164,7 @@ class Accumulator:
         positions: which of ``plan.gradient_of`` they are.
         others: the rest of these.
         parameters: takes them from the inputs of a call.
+        other_inputs: takes the inputs that the rest belongs to.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Accumulator:
         self.positions = tuple(positions)
         self.others = tuple(k for k in range(len(plan.gradient_of)) if k not in set(positions))
         self.parameters = picker([plan.gradient_of[k] for k in positions])
+        self.other_inputs = picker([plan.gradient_of[k] for k in self.others])
         parameters = self.parameters(inputs)
         self._ids = list(map(id, parameters))
         self.statics = [_static_gradient(engine, pool, parameter) for parameter in parameters]
@@ -275,12 +277,16 @@ class Accumulator:
 
     def hand_out(self, parameters: Sequence[torch.Tensor], there: Pattern) -> None:
         """After a region has run: set the gradients that it has written, count a version of those it has added to."""
+        if True not in there:
+            for parameter, static in zip(parameters, self.statics, strict=True):
+                parameter.grad = static.handed = static.base.data  # its versions count from 0, as a new gradient's do
+            return
         grown: list[torch.Tensor] = []
         for parameter, static, is_there in zip(parameters, self.statics, there, strict=True):
             if is_there and parameter.grad is not None:
                 grown.append(parameter.grad)
             else:
-                parameter.grad = static.handed = static.base.data  # its versions count from 0, as a new gradient's do
+                parameter.grad = static.handed = static.base.data
         if grown:
             torch.autograd.graph.increment_version(grown)
 

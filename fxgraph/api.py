@@ -107,10 +107,11 @@ def ungraph(graphed: Any) -> Any:
 
 
 def _install(target: Any, graphed: GraphedCallable) -> Any:
-    if not isinstance(target, torch.nn.Module):
-        return graphed
-    target.forward = graphed
-    return target
+    is_module = isinstance(target, torch.nn.Module)
+    if is_module:
+        target.forward = graphed
+    graphed.in_place()
+    return target if is_module else graphed
 
 
 def _name_of(target: Any) -> str:

@@ -104,7 +104,8 @@ class GraphedCallable:
         if defaults[0] is not self._defaults[0] or defaults[1] is not self._defaults[1]:
             self.release()  # traces have taken over the old ones
             self._read_signature()
-        names = self._locals(args, kwargs)
+        given = (*self._bound_self, *args) if self._bound_self else args
+        names = self._locals(given, kwargs)
         if _has_any_global_hook():
             # Dynamo does not look at them, and a replay would skip them for every module inside.
             self._count_eager("hooks for all modules are registered (torch.nn.modules.module.register_module_*_hook)")
@@ -114,7 +115,7 @@ class GraphedCallable:
                 if traced is not self._traced[0]:
                     self._traced = [traced, *(other for other in self._traced if other is not traced)]
                 try:
-                    return traced.call(*self._bound_self, *args, **kwargs)
+                    return traced.call(*given, **kwargs)
                 except Exception as error:  # the callable's own goes on
                     if not traced.trace.does_not_fit(error):
                         raise
@@ -196,6 +197,11 @@ class GraphedCallable:
         if not report.ok:
             raise ContractError.from_report(report)
 
+    def in_place(self) -> None:
+        """It is where calls will find it."""
+        for traced in self._traced:
+            traced.trace.pass_over()
+
     def release(self) -> None:
         """Give up all traces and captures; the next call traces anew."""
         with self._lock:
@@ -206,18 +212,19 @@ class GraphedCallable:
 
     def _read_signature(self) -> None:
         self._defaults = self._plain.__defaults__, self._plain.__kwdefaults__
-        self._bind = _binder(inspect.signature(self._plain, follow_wrapped=False))
+        self._bind = _binder(self._plain)
 
-    def _locals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The callable's local names for a call, as the guards see them."""
+    def _locals(self, given: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The callable's local names for a call, as the guards see them; ``self`` is among what is given."""
         try:
-            names = self._bind((*self._bound_self, *args), kwargs)
+            names = self._bind(*given, **kwargs)
         except TypeError as error:
+            positional = len(given) - len(self._bound_self)
             raise InputError(
                 "wrong-arguments",
                 f"the arguments do not fit {self.name}",
                 where=self._where(),
-                observed=f"{len(args)} positional and {sorted(kwargs)} keyword arguments: {error}",
+                observed=f"{positional} positional and {sorted(kwargs)} keyword arguments: {error}",
                 expected=f"arguments for {self._plain.__name__}{inspect.signature(self.function)}",
                 hint="call it as you would call the original",
             ) from error
@@ -250,6 +257,7 @@ class GraphedCallable:
             except TraceError as error:
                 return self._answer_untraceable(error, args, kwargs)
             self._add(traced)
+        traced.trace.pass_over()
         return traced.call(*self._bound_self, *args, **kwargs)
 
     def _answer_untraceable(self, error: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,14 +326,15 @@ class GraphedCallable:
                 violations=tuple(report.violations),
             )
         program = stages.build(judged, traced.specs, self.options, self.name, self.pools)
-        return _Traced(traced, program, traced.bind(program))
+        # What is at work around a call has been asked when its guards are; the ops of stages may change it.
+        return _Traced(traced, program, traced.bind(program.called if isinstance(program, Program) else program))
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.PythonTrace:
         """The callable's graph, from a callable that is alike if one is graphed together with this one."""
         if self.pools.plans is None:
             return self._read_anew(args, kwargs)
         known = self.pools.plans.read.setdefault(self._plain, [])
-        names = self._locals(args, kwargs) if known else {}
+        names = self._locals((*self._bound_self, *args), kwargs) if known else {}
         for other in known:
             if (found := other.again(self.function, names, args, kwargs)) is not None:
                 return found
@@ -455,35 +464,28 @@ def _replayed(graphed: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str,
     return graphed(*args, **kwargs)
 
 
-def _binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+def _binder(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """A function that gives the local names for positional and keyword arguments, defaults included.
 
-    It raises TypeError as ``signature.bind`` does, and is much quicker for functions of plain arguments.
+    It raises TypeError as the function does. For one of plain arguments it has the same parameters,
+    ``lambda self, x, scale=default: {'self': self, 'x': x, 'scale': scale}``: Python itself binds the quickest.
     """
+    signature = inspect.signature(function, follow_wrapped=False)
 
-    def slowly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def slowly(*args: Any, **kwargs: Any) -> dict[str, Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
 
-    parameters = list(signature.parameters.values())
-    if any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
+    names = list(signature.parameters)
+    kinds = {p.kind for p in signature.parameters.values()}
+    if not (kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD} and all(map(str.isidentifier, names))):
         return slowly
-    order = [p.name for p in parameters]
-    known = frozenset(order)
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-
-    def quickly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = dict(zip(order, args, strict=False))
-        if len(args) == len(order) and not kwargs:
-            return names
-        if len(args) > len(order) or (kwargs and not (kwargs.keys() <= known and kwargs.keys().isdisjoint(names))):
-            return slowly(args, kwargs)  # which says what is wrong
-        names.update(kwargs)
-        if len(names) < len(order):
-            names = {**defaults, **names}
-        return names if len(names) == len(order) else slowly(args, kwargs)
-
+    quickly: types.FunctionType = eval(
+        f"lambda {', '.join(names)}: {{{', '.join(f'{name!r}: {name}' for name in names)}}}"
+    )
+    quickly.__defaults__ = tuple([p.default for p in signature.parameters.values() if p.default is not p.empty])
+    quickly.__qualname__ = function.__qualname__
     return quickly
 
 

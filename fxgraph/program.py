@@ -229,17 +229,25 @@ class Program:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""
+        if at_work := why_not_replay():
+            self.say_eager(at_work)
+            return tuple(self._eager(*inputs, *self._attributes))
+        return self.called(*inputs)
+
+    def called(self, *inputs: Any) -> tuple[Any, ...]:
+        """The same, where the caller has seen that nothing is at work that has to see the ops themselves."""
         given = inputs
         if self._attributes:
             inputs = (*inputs, *self._attributes)
         try:
-            if at_work := why_not_replay():
-                raise RunEagerly(at_work)
             with self.lock:
                 flat = self._unwrap_numbers(inputs) if self._wrapped_numbers else inputs
                 capture = self._capture_for(flat)
                 tensors = inputs if self._guarded else tuple([x for x in flat if isinstance(x, torch.Tensor)])
-                slot = self._slot_for(capture, tensors)
+                if capture.plan.written:
+                    self._refuse_shared_writes(capture, tensors)
+                where = capture.where(tensors)
+                slot = capture.free_slot(where) or self._slot_for(capture, tensors, where)
                 self.replays += 1
                 run = verifying.verified if capture.replays < self.options.verify else replay.run
                 outputs = run(self, capture, slot, tensors)
@@ -252,7 +260,7 @@ class Program:
             assert self.instead is not None, "what takes over is there before anything says so"
             return self.instead(*given)
         except _OnAten:
-            return self(*given)
+            return self.called(*given)
         self.say_eager(reason)
         try:
             return tuple(self._eager(*inputs))
@@ -430,7 +438,7 @@ class Program:
         return flat
 
     def _capture_for(self, inputs: Sequence[Any]) -> Capture:
-        key = self._key_of(inputs)
+        key = self._guarded_key(inputs) if self._guarded else self._key_of(inputs)
         capture = self.captures.get(key)
         if capture is not None:
             if len(self.captures) > 1:
@@ -496,13 +504,8 @@ class Program:
                 hint="graph it again, or use on_new_signature='capture' or 'eager'",
             )
 
-    def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...]) -> Slot:
-        if capture.plan.written:
-            self._refuse_shared_writes(capture, tensors)
-        where = capture.where(tensors)
-        slot = capture.free_slot(where)
-        if slot is not None:
-            return slot
+    def _slot_for(self, capture: Capture, tensors: tuple[torch.Tensor, ...], where: tuple[int, ...] | None) -> Slot:
+        """Where none is free: one made free, or a new one."""
         if capture.failures > 1:
             raise RunEagerly("captures of it fail")
         try:

@@ -18,6 +18,7 @@ from torch import fx
 from ._torch_compat import aot
 from ._torch_compat.attention import outside_of_captures, seeds
 from ._torch_compat.autograd import (
+    aliases,
     autocast_is_on,
     hooks_of_saved,
     is_batched,
@@ -86,11 +87,10 @@ class Call:
 
     def differentiable(self) -> Sequence[torch.Tensor]:
         """The inputs of the autograd node."""
-        plan, inputs = self.capture.plan, self.inputs
         if self.accumulator is None:
-            return plan.differentiable(inputs)
+            return self.capture.plan.differentiable(self.inputs)
         assert self.anchor is not None
-        return [*[inputs[plan.gradient_of[k]] for k in self.accumulator.others], self.anchor]
+        return [*self.accumulator.other_inputs(self.inputs), self.anchor]
 
     def begin_backward(self, ctx: Any) -> None:
         """Find out what becomes of the parameters' gradients in this backward."""
@@ -158,12 +158,9 @@ class Call:
                 whether the op has saved the parameter or a view of it.
         """
         live, addresses, plan = self.live, self.capture.saved_addresses, self.capture.plan
-        if (
-            not self.handed
-            and not self.lying
-            and tuple([tensor.data_ptr() for tensor in live]) == addresses
-            and _versions(live) == self.live_versions
-        ):
+        same = tuple(map(_address, live)) == addresses and _versions(live) == self.live_versions
+        others = [*self.handed, *self.lying]
+        if same and (not others or all([_version(tensor) == version for tensor, version, _ in others])):  # noqa: C419  # quicker
             return
         if self.ended:
             if self.reads_slot:  # nothing that it can read is there, though autograd does not know
@@ -283,6 +280,9 @@ def _changed_in_place(tensor: torch.Tensor, version: int, what: str) -> RuntimeE
     )
 
 
+_address = torch.Tensor.data_ptr
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     try:
         return tuple([tensor._version for tensor in tensors])
@@ -379,11 +379,13 @@ def _forward(capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> 
             with contextlib.nullcontext() if counted else preserve_versions([inputs[index]]):
                 compact(inputs[index]).copy_(compact(static))
     inference = torch.is_inference_mode_enabled()
-    if not inference and not capture.copied_outputs:
-        return tuple([buffer.detach() for buffer in slot.handed])
     if not inference and slot.separate:
         copied = capture.copied_outputs
-        return tuple([copy_of(out) if k in copied else out.detach() for k, out in enumerate(slot.handed)])
+        if not copied:
+            return tuple(aliases(slot.handed))
+        return tuple([copy_of(out) if k in copied else out for k, out in enumerate(aliases(slot.handed))])
+    if not inference and not capture.copied_outputs:
+        return tuple([buffer.detach() for buffer in slot.handed])
     copied = {slot.roots[k] for k in capture.copied_outputs}
     handed: list[torch.Tensor] = []
     for k, (buffer, root) in enumerate(zip(slot.handed, slot.roots, strict=True)):
@@ -431,10 +433,20 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         keeps, keep = call.capture.plan.keeps, keep_graph()
-        _unpack(ctx, grads)
+        # Touch the saved tensors: autograd says here that the graph has been freed, and checkpoint runs the forward
+        # again. That one of them was changed in place is no matter to a replay, which has its own copy; what matters is
+        # watched.
+        try:
+            ctx.saved_tensors  # noqa: B018
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error) and not _goes_on(call, ctx, grads):
+                if call.freed is None and len(call.capture.plan.tangents) > 1:
+                    add_note(error, _ONE_NODE)
+                raise
         with call.program.lock:
             try:
-                call.begin_backward(ctx)
+                if call.accumulator is not None:
+                    call.begin_backward(ctx)
                 call.check_versions(ctx, grads)
                 if torch.is_grad_enabled():
                     result = _eager_backward(call, ctx, grads, "create_graph=True")
@@ -444,7 +456,8 @@ class _Node(torch.autograd.Function):
                     result = _backward(call, ctx, grads)
                 else:
                     result = _verified_backward(call, call.twin, ctx, grads)
-                result = call.end_backward(result)
+                if call.accumulator is not None:
+                    result = call.end_backward(result)
             finally:
                 if keeps and not keep and not call.goes_on:
                     call.end()
@@ -454,23 +467,12 @@ class _Node(torch.autograd.Function):
 _apply = plain_apply(_Node)
 
 
-def _unpack(ctx: Any, grads: Sequence[torch.Tensor | None]) -> None:
-    """Touch the saved tensors: autograd says here that the graph has been freed, and checkpoint runs the forward again.
-
-    That one of them was changed in place is no matter to a replay, which has its own copy; what matters is watched.
-    """
-    try:
-        ctx.saved_tensors  # noqa: B018
-    except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            return
-        call: Call = ctx.call
-        with call.program.lock:
+def _goes_on(call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a backward of a graph that has been freed comes in eager to nothing that has been."""
+    with call.program.lock:
+        if call.accumulator is not None:
             call.begin_backward(ctx)
-            if not call.may_run_again(ctx, grads):
-                if call.freed is None and len(call.capture.plan.tangents) > 1:
-                    add_note(error, _ONE_NODE)
-                raise
+        return call.may_run_again(ctx, grads)
 
 
 _ONE_NODE = (
@@ -509,8 +511,8 @@ def _backward(call: Call, ctx: Any, grads: Sequence[torch.Tensor | None]) -> tup
     copied = slot.copied_gradients
     if copied:
         with kernels_only():
-            return tuple([copy_of(g) if k in copied else g.detach() for k, g in enumerate(slot.gradients)])
-    return tuple([gradient.detach() for gradient in slot.gradients])
+            return tuple([copy_of(g) if k in copied else g for k, g in enumerate(aliases(slot.gradients))])
+    return tuple(aliases(slot.gradients))
 
 
 def _op_by_op(plan: Plan, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

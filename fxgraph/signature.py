@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .plan import picker
 from .trace import InputSpec
 
 
@@ -47,12 +48,12 @@ def guarded_key_of(specs: Sequence[InputSpec], autocasts: bool) -> Callable[[Seq
     inference tensor (``TENSOR_MATCH``), grad mode and autocast. What they do not see is where live inputs lie,
     inference mode, and which inputs are leaves.
     """
-    live = [i for i, spec in enumerate(specs) if spec.live]
+    live = picker([i for i, spec in enumerate(specs) if spec.live])
     others = [i for i, spec in enumerate(specs) if not spec.live] if autocasts else []
+    inference, address = torch.is_inference_mode_enabled, torch.Tensor.data_ptr
 
     def key(inputs: Sequence[Any]) -> tuple[Any, ...]:
-        addresses = [inputs[i].data_ptr() for i in live]
-        return (torch.is_inference_mode_enabled(), *addresses, *[inputs[i].is_leaf for i in others])
+        return (inference(), *map(address, live(inputs)), *[inputs[i].is_leaf for i in others])
 
     return key
 

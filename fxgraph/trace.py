@@ -157,6 +157,10 @@ class PythonTrace:
         """
         return self._reading.bind(self._reading.checked(run_graph))
 
+    def pass_over(self) -> None:
+        """The callable is where its calls will find it: see Note [What guards cost] in ``_torch_compat/dynamo.py``."""
+        self._reading.pass_over()
+
     def watch(self, inputs: Sequence[Any]) -> None:
         """From now on calls whose flat inputs do not look like these do not fit."""
         self._reading.watch(inputs)

@@ -31,7 +31,7 @@ MAY: dict[str, set[str]] = {
     "layers": {"likeness"},
     "stitching": {"layers", "_torch_compat"},
     "trace": {"errors", "layers", "stitching", "weight_casts", "_torch_compat"},
-    "signature": {"trace"},
+    "signature": {"plan", "trace"},
     "effects": {"trace", "_torch_compat"},
     "plan": {"effects", "trace", "_torch_compat"},
     "sharing": {"likeness", "plan", "trace", "_torch_compat"},

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.utils.dlpack import from_dlpack
 
+import fxgraph
 import passes
 from fxgraph import trace
 from fxgraph._torch_compat import aot, backward_entry, dynamo, inductor, interpreter, joint
@@ -40,6 +41,7 @@ from fxgraph._torch_compat.fx import code_later, compile_now, lazy_graph_module
 from fxgraph._torch_compat.interpreter import OperatorCall
 from fxgraph._torch_compat.layout import suggest_memory_format
 from fxgraph._torch_compat.storage import Held, use_counts
+from fxgraph.graphed import GraphedCallable
 from passes.effects import is_random
 
 VERSION = torch.__version__
@@ -527,10 +529,34 @@ def test_the_guards_see(change: str, passes_over: bool, monkeypatch: pytest.Monk
     monkeypatch.setitem(dynamo._STRICT, dynamo._PASSES_OVER, passes_over)
     module, x = Plain(), torch.randn(3, 2)
     traced = trace.read(module.forward, (x,), {})
+    traced.pass_over()
     for _ in range(3):  # Dynamo passes over what it has seen once
         assert fits(traced, module, x)
     GUARDED[change](module)
     assert not fits(traced, module, x), changed(f"Dynamo's guards no longer see: {change}")
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.lin(x))
+
+
+@pytest.mark.skipif(not dynamo._STRICT[dynamo._PASSES_OVER], reason="dictionaries are watched from Python 3.12 on")
+def test_the_forward_that_graphing_sets_does_not_end_the_passing_over() -> None:
+    module, x = Two(), torch.randn(3, 2)
+    module = fxgraph.make_graphed_callables(module, (x,))
+    for _ in range(3):
+        module(x)
+    graphed = module.forward
+    assert isinstance(graphed, GraphedCallable)
+    manager = graphed._traced[0].trace._reading._manager
+    roots = [child for child in manager.root.get_child_managers() if child.is_tag_safe_root()]
+    assert roots, changed("no module is the root of what Dynamo's guards pass over")
+    assert not any(root.is_recursive_dict_tag_matching_disabled() for root in roots)
 
 
 CALLS: dict[str, tuple[Callable[[], Any], Any]] = {

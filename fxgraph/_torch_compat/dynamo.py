@@ -16,7 +16,9 @@ are done about it.
 * From Python 3.12 on Dynamo passes over modules whose dictionaries nobody has written since it last looked
   (``PyDict_Watch``; before, it compares addresses that may dangle, so torch 2.13 has that off). What it does not see is
   compared here: tensors, as said, and the classes of modules. Functions may be given other defaults: they are never
-  passed over.
+  passed over. Once a dictionary that was looked at has been written, nothing below its root is passed over any more,
+  so the first look, which Dynamo itself takes when it builds guards, has to come after the graphed ``forward`` has been
+  set (:meth:`Reading.pass_over`).
 
 Two things are added to the tree: that nothing in a module's ``__dict__`` hides a parameter, buffer or module that was
 read, a lookup each, passed over with the module; and the sign of each zero among the constants, in Python.
@@ -151,7 +153,7 @@ class Reading:
             get_metrics_context(),
             dynamo_timed("fxgraph_guards"),
             _tracing(backend_input),
-            strict(),
+            strict(**{_PASSES_OVER: False}),
             _unmeasured(),
             _modes_restored(),  # which are guarded too
         ):
@@ -199,6 +201,12 @@ class Reading:
         other = copy.copy(self)
         other.check, other._tensors = other._check_for(local_names), None
         return other
+
+    def pass_over(self) -> None:
+        """From now on, modules that nobody has written since the guards looked at them are passed over."""
+        if _STRICT[_PASSES_OVER]:
+            with strict():  # which says that functions are not
+                self._manager.find_tag_safe_roots()
 
     def watch(self, inputs: Sequence[Any]) -> None:
         """From now on the graph's inputs have to look like these."""
