@@ -28,6 +28,7 @@ from ._torch_compat.fx import compile_now
 from .engines.base import compact
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
+from .program import ALIVE as PROGRAMS
 from .program import EagerFallbackWarning, Pools, Program
 from .stages import Stages
 
@@ -77,6 +78,7 @@ class GraphedCallable:
         self._read_signature()
         self._traced: list[_Traced] = []
         self._split: Callable[..., Any] | None = None
+        self._break = ""  # why it is split
         self._looks: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._looks_to_capture: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._lock = threading.RLock()
@@ -296,11 +298,18 @@ class GraphedCallable:
     def _call_parts(self, split: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with dynamo.strict():
-                return split(*args, **kwargs)
+                result = split(*args, **kwargs)
         except dynamo.ReadErrors as error:
             if not dynamo.op_failed(error):
                 raise
             return self._run_failing(dynamo.failure_of_op(error), trace.user_line(error), args, kwargs)
+        first = self._break not in self.eager_reasons
+        self.eager_reasons[self._break] += 1
+        parts = [p for p in PROGRAMS if p.pools is self.pools and p.name.endswith(self.name)]
+        if first and not any(part.captures for part in parts):
+            message = f"fxgraph: nothing of {self.name} is captured: {self._break}. {_NOTHING_AROUND}"
+            warnings.warn(message, EagerFallbackWarning, stacklevel=4)
+        return result
 
     def _where(self) -> str:
         code = self._plain.__code__
@@ -382,7 +391,7 @@ class GraphedCallable:
         elif self._split is None:
             from .backend import split_callable
 
-            self._split = split_callable(self.function, self.options, self.pools, self.name)
+            self._split, self._break = split_callable(self.function, self.options, self.pools, self.name), reason
             warnings.warn(f"fxgraph: {self.name} is captured in parts: {reason}", EagerFallbackWarning, stacklevel=5)
 
     def _own_exception(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
@@ -393,7 +402,7 @@ class GraphedCallable:
         owners = [m for m in self._bound_self if isinstance(m, torch.nn.Module)]
         tensors = [t for m in owners for t in (*m.parameters(), *m.buffers())]
         tensors += [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        with torch.no_grad(), engines.for_tensors(tensors).unchanged([t.detach() for t in tensors]):
+        with torch.no_grad(), engines.for_tensors(tensors).unchanged(tensors):
             try:
                 self.original(*args, **kwargs)
             except Exception as own:
@@ -462,6 +471,12 @@ def _rebuild(target: Any, options: Options, name: str, allow_unused: bool, looks
 )
 def _replayed(graphed: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return graphed(*args, **kwargs)
+
+
+_NOTHING_AROUND = (
+    "After a break inside of a loop, a `with` or a `try` Dynamo does not go on in the same function: move the body "
+    "into a function or module of its own, or what cannot be read out of it."
+)
 
 
 def _binder(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:

@@ -264,7 +264,7 @@ class Stages:
             part = stage.prepare(given) if isinstance(stage, Program) else Prepared(used=set(map(id, given)))
             whole.slots += part.slots
             whole.used |= part.used
-            tensors = [value.detach() for value in given if isinstance(value, torch.Tensor)]
+            tensors = [value for value in given if isinstance(value, torch.Tensor)]
             with engines.for_tensors(tensors).unchanged(tensors):
                 return tuple(trace.for_eager(stage.graph).forward(*given))
 

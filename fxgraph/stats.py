@@ -19,7 +19,7 @@ class Stats:
     Attributes:
         captures: one description per capture.
         replays: calls answered by a replay.
-        eager_calls: calls that ran eagerly.
+        eager_calls: calls that ran eagerly, as a whole or a part: of a graph, or the Python between graphs.
         eager_reasons: how many calls ran eagerly for which reason; 0 where a part was set aside before any call.
         pool_bytes: bytes that the memory pools hold.
     """

@@ -807,6 +807,43 @@ def test_i4_mutated_samples_are_put_back(device: str) -> None:
     assert_same(cache, torch.ones(3, device=device))
 
 
+class GivesMemory(nn.Module):
+    """Its forward gives a buffer other memory, of another shape at the first call."""
+
+    def __init__(self, follow: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("counts", torch.zeros(1, 3))
+        self.follow = follow
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.seen.data = self.seen.data + 1
+        self.counts.data = (self.counts + x.detach().sum(0)).view(3)
+        y = x + self.seen * self.counts
+        return y, self.follow(y)
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.parametrize(
+    "follow",
+    [torch.sin, lambda y: y[y.sum(1) > 0].sum(), lambda y: y.exp() if y.sum() > 0 else y.cos()],
+    ids=["whole", "in parts", "in Python's parts"],
+)
+def test_i4_a_buffer_that_the_forward_gives_other_memory_has_its_own_afterwards(
+    follow: Callable[[torch.Tensor], torch.Tensor], device: str
+) -> None:
+    module, x = GivesMemory(follow).to(device), torch.linspace(-1, 2, 6, device=device).view(2, 3)
+    twin = copy.deepcopy(module)
+    before = {name: (b.data_ptr(), b.size(), b._version, b.clone()) for name, b in module.named_buffers()}
+    graphed = make_graphed_callables(module, (x,))
+    for name, buffer in module.named_buffers():
+        assert (buffer.data_ptr(), buffer.size(), buffer._version) == before[name][:3]
+        assert_same(buffer, before[name][3])
+    for _ in range(3):
+        assert_same(graphed(x), twin(x))
+        assert_same(dict(module.named_buffers()), dict(twin.named_buffers()))
+
+
 # == I5: state is the module's =========================================================================================
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -204,6 +205,40 @@ def test_a_block_marked_as_eager(device: str) -> None:
         torch.testing.assert_close(graphed(x), eager(x), rtol=0, atol=0)
     assert len(seen) == 4
     assert torch.compiler.is_compiling() is False
+
+
+class Layers(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = marked(layer(x))
+        return x
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sin()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("layer", "captures"), [(nn.Linear, 0), (Layer, 2)])
+def test_a_break_in_a_loop_is_said_and_counted(layer: Callable[..., nn.Module], captures: int, device: str) -> None:
+    torch.manual_seed(0)
+    module, x = Layers(lambda: layer(4, 4)).to(device), torch.randn(3, 4, device=device)
+    expected = module(x)
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="is captured in parts"):
+        graphed = fxgraph.make_graphed_callables(module, (x,))
+    nothing = pytest.warns(fxgraph.EagerFallbackWarning, match="nothing of Layers is captured.*loop")
+    with contextlib.nullcontext() if captures else nothing:
+        assert torch.equal(graphed(x), expected)
+    assert torch.equal(graphed(x), expected)  # without a warning
+    stats = fxgraph.stats(graphed)
+    assert (len(stats.captures), stats.replays) == (captures, 2 * captures)
+    ((reason, count),) = stats.eager_reasons.items()
+    assert "marked" in reason and count == 2
 
 
 def test_eager_takes_functions_only() -> None:

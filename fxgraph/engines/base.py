@@ -103,8 +103,9 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def unchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """On leaving, the tensors' values and version counters and all random generators are what they were."""
-        kept = [compact(tensor).clone() for tensor in tensors]
+        """On leaving, the tensors' memory, values and version counters and all random generators are what they were."""
+        lay = [tensor.detach() for tensor in tensors]
+        kept = [compact(tensor).clone() for tensor in lay]
         rng = torch.get_rng_state()
         device_rng = self._device_rng()
         try:
@@ -112,8 +113,10 @@ class Engine(abc.ABC):
                 yield
         finally:
             with torch.no_grad(), preserve_versions(tensors):
-                for tensor, value in zip(tensors, kept, strict=True):
-                    compact(tensor).copy_(value)
+                for tensor, memory, value in zip(tensors, lay, kept, strict=True):
+                    if _place(tensor) != _place(memory):  # `buffer.data = ...`
+                        tensor.data = memory
+                    compact(memory).copy_(value)
             torch.set_rng_state(rng)
             self._set_device_rng(device_rng)
 
@@ -201,6 +204,10 @@ def aten_graph(region: Region, inputs: Sequence[torch.Tensor]) -> fx.GraphModule
 def empty_like_layout(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a tensor of this size and strides; stride-0 dimensions share it."""
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.size(), tensor.stride()
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
