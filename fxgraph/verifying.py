@@ -19,7 +19,7 @@ from ._torch_compat.autograd import kernels_only
 from .errors import VerifyError
 from .replay import Call, Runner, copy_of, node_outputs, run
 from .slots import Capture, Slot
-from .trace import first_line, output_args
+from .trace import first_line, for_eager, output_args
 
 
 def verified(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class Twin:
         # The user's own hooks for saved tensors (a checkpoint's, say) must not meet those of this second call.
         plainly = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with plainly, engine.from_random_state(device, self._random_state):
-            self.outputs = tuple(self.capture.graph.forward(*self.inputs))
+            self.outputs = tuple(for_eager(self.capture.graph).forward(*self.inputs))
             drawn = engine.random_state(device)
         problem = next(self._differences(inputs, outputs), None)
         if problem is None and not torch.equal(drawn, engine.random_state(device)):

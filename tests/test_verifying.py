@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from twins import Twins
 
@@ -40,6 +41,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "constants": lambda: Apply(lambda x, w: {"y": x @ w, "n": 3, "none": None}),
     "detached": lambda: Apply(lambda x, w: (x @ w, (x @ w).detach(), x.argmax(1))),
     "checkpoint": lambda: Apply(lambda x, w: checkpoint(lambda y: (y @ w).tanh(), x, use_reentrant=False)),
+    "checkpoint of dropout": lambda: Apply(
+        lambda x, w: checkpoint(lambda y: F.dropout(y @ w).sin(), x, use_reentrant=False)
+    ),
     "several uses": lambda: Apply(lambda x, w: x @ w @ w @ w.softmax(0)),
     "input changed in place": lambda: Apply(changes_its_input),
 }
