@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch.fx import GraphModule
 
+from .capturable_collectives import Collective
 from .capturable_ops import (
     CudagraphUnsafeOp,
     DataDependentShape,
@@ -19,7 +20,7 @@ from .capturable_ops import (
     PrintSideEffect,
     UnregisteredGenerator,
 )
-from .capturable_tensors import Collective, NoFakeImpl, SeveralDevices, TensorSubclass, UnsupportedLayout
+from .capturable_tensors import NoFakeImpl, SeveralDevices, TensorSubclass, UnsupportedLayout
 from .constraint import Constraint, NodeConstraint, Report, judge
 
 CAPTURABLE: tuple[NodeConstraint, ...] = (

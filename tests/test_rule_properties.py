@@ -16,9 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from passes import CAPTURABLE, WELL_FORMED, check
+from passes.capturable_collectives import Collective
 from passes.verify import verify
 
 aten = torch.ops.aten
+functional = torch.ops._c10d_functional
+GROUPS = {"stream": "nccl", "host": "gloo"}
+RULES = tuple(Collective(backend_of=GROUPS.get) if rule.id == "collective" else rule for rule in CAPTURABLE)
 HALF = settings(max_examples=settings().max_examples // 2)  # for the tests of one rule each
 
 
@@ -125,7 +129,10 @@ CAPTURE: dict[str, tuple[list[Insert], list[Insert]]] = {
         [op(aten.to_dense.default, val=alike)],
     ),
     "tensor-subclass": ([op(aten.neg.default, val=odd)], [op(aten.neg.default, val=alike)]),
-    "collective": ([op(dist.barrier)], [op(torch.ops._c10d_functional.all_reduce.default, "sum", "none", val=alike)]),
+    "collective": (
+        [op(dist.barrier), *(op(functional.all_reduce.default, "sum", name, val=alike) for name in ("host", "?"))],
+        [op(functional.all_reduce.default, "sum", "stream", val=alike)],
+    ),
     "print-side-effect": ([op(print), op(aten._print.default)], [op(aten._assert_async.default)]),
 }
 
@@ -161,11 +168,11 @@ def test_what_cannot_be_captured_is_found_where_it_stands(rule: str, program: Pr
     bad, good = CAPTURE[rule]
     gm = program.trace()
     node = put(gm, bad[which % len(bad)], choice)
-    found = check(gm).violations
+    found = check(gm, RULES).violations
     assert [(violation.id, violation.where.node) for violation in found] == [(rule, node.name)]
     gm = program.trace()
     put(gm, good[which % len(good)], choice)
-    assert str(check(gm)) == "no violations"
+    assert str(check(gm, RULES)) == "no violations"
 
 
 @given(program=programs(kinds=("arithmetic", "reductions", "views", "random")), choice=st.integers(0, 20))
