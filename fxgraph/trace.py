@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 import passes
-from passes.capturable_ops import host_copy
+from passes.capturable_ops import host_copy, reads_host_scalar
 from passes.facts import tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
 
@@ -487,8 +487,10 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
 
     def stands(violation: passes.Violation) -> bool:
         node = nodes.get(violation.where.node or "")
-        movable = violation.id == "several-devices" or (node is not None and host_copy(node) is not None)
-        return node is None or not movable or not concerns_only(node, constants)
+        if node is None:
+            return True
+        movable = violation.id == "several-devices" or host_copy(node) is not None or reads_host_scalar(node)
+        return not movable or not concerns_only(node, constants)
 
     return passes.Report(tuple(filter(stands, report.violations)))
 

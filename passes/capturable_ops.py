@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -81,7 +81,7 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} {algebra}"
         if name == "segment_reduce" and _checks_lengths(node):
             return f"{describe_call(node)} without unsafe=True checks the lengths on the host"
-        if str(op).removesuffix("_out") in op_lists.SCALARS_ON_HOST:
+        if _reads_scalar(op):
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
             return f"{describe_call(node)} without min and max reads them from the data"
@@ -259,6 +259,15 @@ def host_copy(node: Node) -> str | None:
     devices = [value for value in given if isinstance(value, (str, torch.device))]
     to_cpu = name_of(node) in ("cpu", "to") and bool(devices) and torch.device(devices[0]).type == "cpu"
     return f"{describe_call(node)} to cpu" if to_cpu else None
+
+
+def reads_host_scalar(node: Node) -> bool:
+    """Return whether ``node`` takes the value of a tensor that lies on the host, as ``masked_fill`` may."""
+    return _reads_scalar(operator_of(node)) and any(tensor.is_cpu for tensor in input_tensors_of(node))
+
+
+def _reads_scalar(op: OpOverload | None) -> bool:
+    return str(op).removesuffix("_out") in op_lists.SCALARS_ON_HOST
 
 
 def is_mask(index: Any) -> bool:

@@ -213,7 +213,8 @@ def describe_call(node: Node) -> str:
 
 def describe_callable(function: Callable[..., Any]) -> str:
     """Return ``module.name`` of a Python callable, as short as stays unambiguous."""
-    module = (getattr(function, "__module__", None) or "").removeprefix("_")
+    module = getattr(function, "__module__", None) or ""
+    module = module if module.startswith("__") else module.removeprefix("_")  # operator for _operator; __main__ stays
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
     known = _functions().get(id(function))
     if known is not None and module in ("", "torch", "torch.functional"):

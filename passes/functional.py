@@ -14,7 +14,8 @@ from .base import Pass
 from .constraint import Constraint, NodeConstraint, Satisfied, Verdict
 from .effects import changes_metadata, written_inputs
 from .facts import describe_call, value_of, where_of
-from .lower import Arguments, Flat, fake_mode_of, flat_function, replace_graph
+from .fakes import fake_mode_of
+from .lower import Arguments, Flat, flat_function, replace_graph
 from .verify import AtenLevel, HasFakeValues
 
 aten = torch.ops.aten

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -16,6 +15,7 @@ from torch.nn.utils import stateless
 
 from .base import Pass
 from .facts import constant_of, value_of
+from .fakes import fake, fake_mode_of
 
 _LIFT = torch.ops.aten.lift_fresh_copy.default
 
@@ -105,20 +105,6 @@ class Arguments:
         count = len(self.inputs)
         new = {id(self.attributes[name]): value for name, value in zip(self.names, flat[count:], strict=True)}
         return Arguments(flat[:count], {name: new[id(value)] for name, value in self.attributes.items()})
-
-
-def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
-    """Return the mode of the first fake tensor, or a new one."""
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-
-
-def fake(value: Any, mode: FakeTensorMode) -> Any:
-    """Return a fake tensor with the metadata of ``value`` that needs no gradient; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch.no_grad():
-        plain = value.detach()  # of the same storage, without autograd's record
-    return plain if isinstance(plain, FakeTensor) else mode.from_tensor(plain, static_shapes=True)
 
 
 def flat_function(gm: GraphModule, arguments: Arguments, interpreter: type[Interpreter] = Interpreter) -> Flat:
