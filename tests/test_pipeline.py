@@ -13,7 +13,17 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from passes import Constraint, Pass, PassError, Pipeline, Where, apply
+from passes import (
+    CloneAliasedOutputs,
+    Constraint,
+    LowerToAten,
+    MoveConstantsToDevice,
+    Pass,
+    PassError,
+    Pipeline,
+    Where,
+    apply,
+)
 from passes.pipeline import copy_graph_module, pass_name
 from passes.show import show
 
@@ -417,3 +427,29 @@ def test_a_copy_keeps_what_the_graph_does_not_name_and_leaves_the_modes_of_submo
     assert copied.spare is net.spare
     assert set(copied.state_dict()) == set(gm.state_dict())
     assert copied.training and not copied.bn.training and not gm.bn.training
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: LowerToAten(torch.ones(2)), TypeError, r"not Tensor: write LowerToAten\(\(x,\)\) for one"),
+        (lambda: LowerToAten("x"), TypeError, r"a tuple of example inputs, not str"),
+        (lambda: LowerToAten(add_one()), TypeError, r"LowerToAten\(inputs\)\(gm\)"),
+        (lambda: CloneAliasedOutputs(("nope",)), TypeError, r"such as \(0,\), not \('nope',\)"),
+        (lambda: CloneAliasedOutputs(0), TypeError, r"such as \(0,\), not 0"),
+        (lambda: CloneAliasedOutputs((True,)), TypeError, r"not \(True,\)"),
+        (lambda: CloneAliasedOutputs((0, -1)), ValueError, r"from 0, flattened; there are none at \[-1\]"),
+        (lambda: MoveConstantsToDevice("table"), TypeError, r"such as \('table',\), not 'table'"),
+        (lambda: MoveConstantsToDevice((1,)), TypeError, r"not \(1,\)"),
+    ],
+)
+def test_options_of_a_pass_are_looked_at_when_it_is_made(make: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_lists_do_as_options_of_a_pass() -> None:
+    assert CloneAliasedOutputs([0, 1]) == CloneAliasedOutputs((0, 1))  # type: ignore[arg-type]
+    assert MoveConstantsToDevice(["table"]) == MoveConstantsToDevice(("table",))  # type: ignore[arg-type]
+    assert LowerToAten([1]).inputs == (1,)  # type: ignore[arg-type]
+    assert LowerToAten().inputs is None
