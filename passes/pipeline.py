@@ -115,7 +115,8 @@ class Pipeline:
             raise PassError(error.pass_name, error.stage, problem, error.report, change, error.hint) from error
         except Exception as error:
             problem, change = f"raised {type(error).__name__}: {error}", diff(before, show(gm), name)
-            hint = f"{_place_of(error)}; correct the pass, or leave it out"
+            place = _place_of(error)
+            hint = f"it comes from {place}; correct the pass, or leave it out" if place else "leave the pass out"
             raise PassError(name, "run", problem, diff=change, hint=hint) from error
         result = _graph_module(name, gm, returned)
         if isinstance(one, PassBase) and Lint().verdict(result):
@@ -176,8 +177,10 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
         own = getattr(copied, table)
         own.update({name: value for name, value in getattr(gm, table).items() if name not in own})
     copied._non_persistent_buffers_set |= gm._non_persistent_buffers_set
+    registered = {name for table in (copied._parameters, copied._buffers, copied._modules) for name in table}
     for name, value in vars(gm).items():
-        vars(copied).setdefault(name, value)
+        if name not in registered:  # a plain attribute would hide what GraphModule has made a buffer
+            vars(copied).setdefault(name, value)
     return copied
 
 
@@ -204,10 +207,9 @@ def _call(node: Node) -> tuple[object, ...]:
 
 
 def _place_of(error: BaseException) -> str:
-    """Where the pass was when it raised: its own line, rather than one of torch's or of this package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = next((frame for frame in reversed(frames) if not is_library_file(frame.filename)), frames[-1])
-    return f"it comes from {own.filename}:{own.lineno} ({own.name})"
+    """The line of the user's at which a pass raised; empty where all of it is torch's or of this package."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library_file(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
 
 
 def _graph_module(name: str, given: GraphModule, returned: Any) -> GraphModule:

@@ -416,6 +416,22 @@ def test_a_copy_shares_parameters_and_modules_and_owns_its_graph(build: Callable
     assert torch.equal(gm(x)["z"], expected)
 
 
+def test_a_constant_of_an_exported_module_has_one_place_in_the_copy() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.tensor([2.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    module = Scaled()
+    copied = copy_graph_module(torch.export.export(module, (torch.ones(1),)).module())
+    copied._buffers["factor"] = torch.tensor([3.0])  # as torch.func.functional_call does
+    assert copied(torch.ones(1)).item() == 3
+    assert module.factor.item() == 2
+
+
 def test_a_copy_keeps_what_the_graph_does_not_name_and_leaves_the_modes_of_submodules_alone() -> None:
     net = Net()
     net.spare = torch.nn.Parameter(torch.ones(1))
