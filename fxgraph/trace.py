@@ -245,6 +245,15 @@ def read(
     return traced
 
 
+QUIET = dynamo.QUIET
+"""Further settings for :func:`read`, with which it passes over what prints or warns."""
+
+
+def read_until(error: TraceError) -> fx.GraphModule | None:
+    """The torch-level graph of what :func:`read` had read when it raised: to be judged, not to be run."""
+    return None if error.__cause__ is None else dynamo.read_until(error.__cause__)
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without Dynamo's advice and stack."""
     for line in str(error).splitlines():
