@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import re
@@ -212,10 +213,12 @@ def describe_call(node: Node) -> str:
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """Return ``module.name`` of a Python callable, as short as stays unambiguous."""
+    """Return ``module.name`` of a Python callable, as short as stays unambiguous; of an object, that of its class."""
+    if isinstance(function, functools.partial):
+        return f"functools.partial of {describe_callable(function.func)}"
     module = getattr(function, "__module__", None) or ""
     module = module if module.startswith("__") else module.removeprefix("_")  # operator for _operator; __main__ stays
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__qualname__
     known = _functions().get(id(function))
     if known is not None and module in ("", "torch", "torch.functional"):
         return f"Tensor.{known}" if type(function).__name__ == "method_descriptor" else f"torch.{known}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -325,6 +326,15 @@ def test_a_function_of_the_program_that_is_run_keeps_the_name_of_its_module() ->
     assert pass_name(own) == "__main__.own"
     own.__module__ = "_private"
     assert pass_name(own) == "private.own"
+
+
+class Applied:
+    def __call__(self, gm: GraphModule) -> None: ...
+
+
+def test_an_object_that_is_called_goes_by_the_name_of_its_class() -> None:
+    assert pass_name(Applied()) == f"{__name__}.Applied"
+    assert pass_name(functools.partial(returning)) == f"functools.partial of {__name__}.returning"
 
 
 def test_what_a_pass_promises_is_judged_on_what_it_returned() -> None:
