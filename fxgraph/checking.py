@@ -21,7 +21,8 @@ def check(
     """Everything that stands against capturing a callable for these arguments. Nothing is captured, no GPU is needed.
 
     The rules on the callable and its arguments come first; only if they hold is the callable traced and its graph
-    judged.
+    judged. Where its Python does not fit into one graph, what comes before the piece at which reading ends is judged
+    too, and what comes after it if all that it does is to print or warn.
 
     Args:
         callable: a function, ``nn.Module`` or graphed callable.
@@ -37,17 +38,45 @@ def check(
         return report
     function = as_function(original_of(callable))
     try:
-        traced = trace.read(function, args, kwargs, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
-        if traced.graph is None:
-            return report
-        report += trace.check_torch_level(traced.graph)
-        if not report.ok:  # what depends on data has no joint graph
-            return report
-        tensors = traced.flat_inputs(args, kwargs)
-        joint = trace.export(traced.graph, traced.specs, tensors)
+        traced = trace.read(function, args, kwargs, **_CONFIG)
     except TraceError as error:
-        return report + passes.judge(error, TRACE_RULES)
-    return report + passes.check(joint.gm)
+        return report + _judge_parts(function, args, kwargs, error)
+    return report + _judge_whole(traced, args, kwargs)
+
+
+_CONFIG = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+
+
+def _judge_whole(traced: trace.PythonTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> passes.Report:
+    if traced.graph is None:
+        return passes.Report()
+    report = trace.check_torch_level(traced.graph)
+    if not report.ok:  # what depends on data has no joint graph
+        return report
+    try:
+        joint = trace.export(traced.graph, traced.specs, traced.flat_inputs(args, kwargs))
+    except TraceError as error:
+        return passes.judge(error, TRACE_RULES)
+    return passes.check(joint.gm)
+
+
+def _judge_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError) -> passes.Report:
+    """What stands before the piece of Python at which reading ended, that piece, and, if it only writes for a person to
+    read, what comes behind it.
+    """
+    before = trace.read_until(error)
+    report = passes.Report() if before is None else trace.check_torch_level(before)
+    report += passes.judge(error, TRACE_RULES)
+    if error.id != "untraceable":
+        return report
+    try:
+        more = _judge_whole(trace.read(function, args, kwargs, **_CONFIG, **trace.QUIET), args, kwargs)
+    except TraceError as second:
+        before = trace.read_until(second)
+        more = passes.Report() if before is None else trace.check_torch_level(before)
+        more += passes.judge(second, TRACE_RULES)
+    known = set(map(str, report.violations))
+    return report + passes.Report(tuple(one for one in more.violations if str(one) not in known))
 
 
 @dataclass(frozen=True)
@@ -71,7 +100,10 @@ class Untraceable(TraceRule):
     id: ClassVar[str] = "untraceable"
     title: ClassVar[str] = "the callable's Python does not fit into one graph"
     why: ClassVar[str] = "a replay runs no Python, so a branch or side effect that depends on data has no place in it"
-    hint: ClassVar[str] = "move this piece out of the callable, or leave on_uncapturable='split' to capture around it"
+    hint: ClassVar[str] = (
+        "move this piece out of the callable, or leave on_uncapturable='split' to capture around it; to know "
+        "what comes after it, it has to be run: torch._dynamo.explain(callable)(*args) does, and lists all such pieces"
+    )
     expected: ClassVar[str] = "Python whose course depends on shapes and constants only"
 
 

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
-from passes import AnyPass
+from passes import AnyPass, Pass
+from passes.pipeline import passes_of
+from passes.verify import AtenLevel
 
 from .errors import OptionError
 
@@ -32,7 +34,8 @@ class Options:
         passes: rewrites of the callable's torch-level graph, run in this order before forward and backward are made of
             it: passes of :mod:`passes`, ``torch.fx`` passes (``PassBase``), functions of a ``GraphModule``. They must
             keep its inputs and outputs; nodes that they make need no fake values. The rules judge what they leave, and
-            what they change, runs that way eagerly too.
+            what they change, runs that way eagerly too. Passes on ATen operators are refused: below autograd there is
+            no ``detach`` and no ``no_grad``.
         num_warmup_iters: how often a region runs before it is captured; on CUDA once at least.
         verify: how many first replays of each capture are also run eagerly, on copies, and compared, forward and
             backward; a difference raises :class:`~fxgraph.errors.VerifyError`, which names the first op that differs.
@@ -57,9 +60,7 @@ class Options:
         for field in dataclasses.fields(self):
             value, allowed = getattr(self, field.name), get_args(hints[field.name])
             if field.name == "passes":
-                if not isinstance(value, (list, tuple)) or not all(map(callable, value)):
-                    raise _bad_value(field.name, value, "a list of passes: each takes a torch.fx.GraphModule")
-                object.__setattr__(self, "passes", tuple(value))
+                object.__setattr__(self, "passes", _passes(value))
             elif allowed:
                 if value not in allowed:
                     raise _bad_value(field.name, value, "one of " + ", ".join(map(repr, allowed)))
@@ -99,6 +100,27 @@ class Options:
 
 
 _LEAST = {"max_captures": 1, "max_in_flight": 1, "min_region_ops": 1, "num_warmup_iters": 0, "verify": 0}
+
+
+def _passes(value: object) -> tuple[AnyPass, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _bad_value("passes", value, "a list of passes: each takes a torch.fx.GraphModule")
+    try:
+        chosen = passes_of(value)
+    except TypeError as error:
+        raise _bad_value("passes", value, f"a list of passes: each takes a torch.fx.GraphModule; {error}") from error
+    for one in chosen:
+        if isinstance(one, Pass) and any(isinstance(rule, AtenLevel) for rule in (*one.requires, *one.ensures)):
+            raise OptionError(
+                "bad-option",
+                "a pass on ATen operators in the options",
+                where="options={'passes': ...}",
+                observed=one.name,
+                expected="passes of the torch-level graph, of which forward and backward are made afterwards",
+                hint="rewrite the calls that the callable itself makes (torch.relu, Tensor.add, ...), in a function of "
+                "a torch.fx.GraphModule; what happens below autograd fxgraph optimises itself",
+            )
+    return chosen
 
 
 def _bad_value(name: str, value: object, expected: str) -> OptionError:

@@ -148,7 +148,7 @@ def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.
     rules = tuple(rule for rule in passes.WELL_FORMED if rule.id != "missing-fake-value")
     before = _interface(graph)
     for one in chosen:
-        result = passes.Pipeline((one,), rules)(graph)
+        result = passes.Pipeline((one,), rules, on_changed=())(graph)
         graph, after = result.graph_module, _interface(result.graph_module)
         if before != after:
             problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"

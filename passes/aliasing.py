@@ -51,12 +51,22 @@ class CloneAliasedOutputs(Pass):
         outputs: positions among the graph's outputs, flattened, that must own their memory.
 
     Raises:
-        ValueError: when run, if a position is not that of an output.
+        TypeError: if ``outputs`` is no tuple or list of whole numbers.
+        ValueError: if a position is negative; when run, if a position is not that of an output.
     """
 
     requires: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(), HasFakeValues())
 
     outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        given: object = self.outputs
+        sequence = isinstance(given, (tuple, list))
+        if not sequence or not all(isinstance(one, int) and not isinstance(one, bool) for one in self.outputs):
+            raise TypeError(f"CloneAliasedOutputs takes a tuple of positions, such as (0,), not {given!r}")
+        if negative := [position for position in self.outputs if position < 0]:
+            raise ValueError(f"CloneAliasedOutputs counts outputs from 0, flattened; there are none at {negative}")
+        object.__setattr__(self, "outputs", tuple(self.outputs))
 
     def rewrite(self, gm: GraphModule) -> bool:
         """Insert the clones and return whether there were any."""

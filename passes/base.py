@@ -8,7 +8,10 @@ from typing import ClassVar
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .constraint import Constraint, Report, judge
+from .constraint import Constraint, Report, as_graph_module, judge
+from .verify import Lint
+
+MALFORMED = "the graph is malformed after this pass"
 
 
 class PassError(RuntimeError):
@@ -20,16 +23,21 @@ class PassError(RuntimeError):
         stage: ``requires``, ``ensures``, ``verify`` or ``run``.
         report: the violations; empty for ``run``, where ``__cause__`` is what the pass raised.
         diff: what the pass had changed, as a unified diff; empty if it changed nothing or did not get that far.
+        hint: what to do, where the violations do not say it.
     """
 
-    def __init__(self, pass_name: str, stage: str, problem: str, report: Report | None = None, diff: str = "") -> None:
-        """Compose the message: who, what, the violations, the diff."""
+    def __init__(
+        self, pass_name: str, stage: str, problem: str, report: Report | None = None, diff: str = "", hint: str = ""
+    ) -> None:
+        """Compose the message: who, what, what to do, the violations, the diff."""
         self.pass_name = pass_name
         self.stage = stage
         self.problem = problem
         self.report = Report() if report is None else report
         self.diff = diff
-        parts = [f"{pass_name}: {problem}", "" if self.report.ok else str(self.report), diff]
+        self.hint = hint
+        head = f"{pass_name}: {problem}" + (f"\n  hint:     {hint}" if hint else "")
+        parts = [head, "" if self.report.ok else str(self.report), diff]
         super().__init__("\n\n".join(part for part in parts if part))
 
 
@@ -51,20 +59,31 @@ class Pass:
         return repr(self)
 
     def rewrite(self, gm: GraphModule) -> bool:
-        """Change ``gm`` in place and return whether anything changed. The caller recompiles."""
+        """Change ``gm`` in place and return whether anything changed, True or False. The caller recompiles."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it rewrites")
 
     def __call__(self, gm: GraphModule) -> PassResult:
         """Rewrite ``gm`` in place and return it with a flag that says whether it changed.
 
         Raises:
-            PassError: if ``gm`` breaks a rule of `requires`, or what is returned one of `ensures`.
+            PassError: if ``gm`` breaks a rule of `requires`, or what is returned one of `ensures`; if `rewrite` returns
+                something else than a bool, or leaves a graph that torch refuses.
+            TypeError: if ``gm`` is no GraphModule.
         """
-        before = judge(gm, self.requires)
+        before = judge(as_graph_module(gm), self.requires)
         if not before:
             raise PassError(self.name, "requires", "the graph is not what this pass works on", before)
-        modified = self.rewrite(gm)
+        modified: object = self.rewrite(gm)
+        if not isinstance(modified, bool):
+            problem, hint = (
+                f"rewrite() returned {modified!r}, expected True or False",
+                "return whether it changed anything",
+            )
+            raise PassError(self.name, "run", problem, hint=hint)
         if modified:
+            malformed = judge(gm, (Lint(),))
+            if not malformed:
+                raise PassError(self.name, "verify", MALFORMED, malformed)
             gm.recompile()
         after = judge(gm, self.ensures)
         if not after:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch.fx import GraphModule
 
+from .capturable_collectives import Collective
 from .capturable_ops import (
     CudagraphUnsafeOp,
     DataDependentShape,
@@ -19,8 +20,8 @@ from .capturable_ops import (
     PrintSideEffect,
     UnregisteredGenerator,
 )
-from .capturable_tensors import Collective, NoFakeImpl, SeveralDevices, TensorSubclass, UnsupportedLayout
-from .constraint import Constraint, NodeConstraint, Report, judge
+from .capturable_tensors import NoFakeImpl, SeveralDevices, TensorSubclass, UnsupportedLayout
+from .constraint import Constraint, NodeConstraint, Report, as_graph_module, judge
 
 CAPTURABLE: tuple[NodeConstraint, ...] = (
     HostSync(),
@@ -39,5 +40,9 @@ CAPTURABLE: tuple[NodeConstraint, ...] = (
 
 
 def check(gm: GraphModule, constraints: Iterable[Constraint[GraphModule]] = CAPTURABLE) -> Report:
-    """Judge every node of ``gm`` by every constraint; nothing is run, captured or changed, and no GPU is needed."""
-    return judge(gm, constraints)
+    """Judge every node of ``gm`` by every constraint; nothing is run, captured or changed, and no GPU is needed.
+
+    Raises:
+        TypeError: if ``gm`` is no GraphModule; it says how to get one.
+    """
+    return judge(as_graph_module(gm), constraints)

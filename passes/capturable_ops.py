@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -28,6 +28,7 @@ from .facts import (
     input_tensors_of,
     is_aten,
     name_of,
+    operator_of,
     overload_of,
     schema_argument,
     tensors_of,
@@ -35,7 +36,7 @@ from .facts import (
     where_of,
 )
 
-_COPIES = frozenset({"_to_copy", "copy_", "copy", "to", "cuda", "type", "type_as", "device_put", "_copy_from"})
+_COPIES = frozenset({"_to_copy", "copy_", "copy", "to", "cuda", "cpu", "type", "type_as", "device_put", "_copy_from"})
 _INDEXING = frozenset(
     {"getitem", "setitem", "index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"}
 )
@@ -71,7 +72,7 @@ class HostSync(OpConstraint):
 
     def reason(self, node: Node) -> str | None:
         """Return the read, the check or the copy that involves the host, or None."""
-        name, op = name_of(node), overload_of(node)
+        name, op = name_of(node), operator_of(node)
         if name in op_lists.READS_TO_HOST or (op is not None and torch.Tag.data_dependent_output in op.tags):
             return f"{describe_call(node)} reads a value on the host"
         if name in op_lists.CHECKS_ON_HOST or node.target in op_lists.HOST_FUNCTIONS:
@@ -80,7 +81,7 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} {algebra}"
         if name == "segment_reduce" and _checks_lengths(node):
             return f"{describe_call(node)} without unsafe=True checks the lengths on the host"
-        if str(op) in op_lists.SCALARS_ON_HOST:
+        if _reads_scalar(op):
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
             return f"{describe_call(node)} without min and max reads them from the data"
@@ -127,7 +128,7 @@ class DataDependentShape(OpConstraint):
 
     def reason(self, node: Node) -> str | None:
         """Return the op that decides a shape from values, or None."""
-        name, op = name_of(node), overload_of(node)
+        name, op = name_of(node), operator_of(node)
         if name in op_lists.DATA_DEPENDENT or _is_data_dependent_module(node):
             return describe_call(node)
         if name in op_lists.SELECTING:
@@ -162,7 +163,7 @@ class CudagraphUnsafeOp(OpConstraint):
 
     def reason(self, node: Node) -> str | None:
         """Return the op and how it is known, or None."""
-        op = overload_of(node)
+        op = operator_of(node)
         if op is not None and torch.Tag.cudagraph_unsafe in op.tags:
             return f"{describe_call(node)} carries the tag cudagraph_unsafe"
         return f"{describe_call(node)} is on torch's list" if str(op) in op_lists.FORBIDDEN else None
@@ -201,10 +202,11 @@ class UnregisteredGenerator(OpConstraint):
 
     def reason(self, node: Node) -> str | None:
         """Return the call with its foreign generator, or None."""
-        allowed = (torch.default_generator, *torch.cuda.default_generators, *self.registered)
+        known = (torch.default_generator, *torch.cuda.default_generators, *self.registered)
+        allowed = {_address(generator) for generator in known}
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             held = constant_of(value) if isinstance(value, Node) else value
-            if isinstance(held, torch.Generator) and not any(held is generator for generator in allowed):
+            if isinstance(held, torch.Generator) and _address(held) not in allowed:
                 return f"{describe_call(node)} with a torch.Generator on {held.device}"
         for key in ("generator", "gen"):
             held = node.kwargs.get(key)
@@ -232,11 +234,16 @@ class PrintSideEffect(OpConstraint):
         return describe_call(node) if is_print_op or str(called) in op_lists.PRINTERS else None
 
 
+def _address(generator: torch.Generator) -> int:
+    """What tells generators apart: tracers may hold another Python object for the same one."""
+    return int(generator._cdata)  # type: ignore[attr-defined]  # not among the class's declared names
+
+
 def host_copy(node: Node) -> str | None:
     """Return the copy between host and device memory that ``node`` makes, in words, or None.
 
-    On a graph whose values are all on the CPU an ATen copy is none. ``x.to("cpu")`` is judged by its argument where the
-    device of ``x`` is unknown; ``x.cpu()`` says what it wants and is `HostSync`'s on every device.
+    On a graph whose values are all on the CPU there is none. Where the device of ``x`` is unknown, ``x.cpu()`` is one,
+    and ``x.to("cpu")`` by its argument.
     """
     if name_of(node) not in _COPIES:
         return None
@@ -246,11 +253,21 @@ def host_copy(node: Node) -> str | None:
     if "cpu" in kinds and len(kinds) > 1:
         source = _names(before - after) or _names(before)
         return f"{describe_call(node)} from {source} to {_names(after)}"
-    if not before and not is_aten(node) and name_of(node) == "to":
-        wanted = [value for value in (*node.args[1:], *node.kwargs.values()) if isinstance(value, (str, torch.device))]
-        if wanted and torch.device(wanted[0]).type == "cpu":
-            return f"{describe_call(node)} to cpu"
-    return None
+    if after or is_aten(node) or kinds == {"cpu"}:
+        return None
+    given = ["cpu"] if name_of(node) == "cpu" else [*node.args[1:], *node.kwargs.values()]
+    devices = [value for value in given if isinstance(value, (str, torch.device))]
+    to_cpu = name_of(node) in ("cpu", "to") and bool(devices) and torch.device(devices[0]).type == "cpu"
+    return f"{describe_call(node)} to cpu" if to_cpu else None
+
+
+def reads_host_scalar(node: Node) -> bool:
+    """Return whether ``node`` takes the value of a tensor that lies on the host, as ``masked_fill`` may."""
+    return _reads_scalar(operator_of(node)) and any(tensor.is_cpu for tensor in input_tensors_of(node))
+
+
+def _reads_scalar(op: OpOverload | None) -> bool:
+    return str(op).removesuffix("_out") in op_lists.SCALARS_ON_HOST
 
 
 def is_mask(index: Any) -> bool:

@@ -1,27 +1,26 @@
-"""Rules on the values of a graph: their devices, layouts and types; and on custom ops and collectives."""
+"""Rules on the values of a graph: their devices, layouts and types; and on custom ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch._library.utils import has_fake_kernel
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from . import op_lists
+from .capturable_collectives import COLLECTIVE_NAMESPACES
 from .capturable_ops import OpConstraint, host_copy
 from .constraint import NodeConstraint, Satisfied, Verdict, Violation
 from .contract_arguments import PLAIN_TENSOR_TYPES, layout_of
-from .facts import CALLS, describe_call, input_tensors_of, is_aten, name_of, overload_of, tensors_of, value_of, where_of
+from .facts import CALLS, describe_call, input_tensors_of, name_of, overload_of, tensors_of, value_of, where_of
 
 _TRACED_TENSOR_TYPES: frozenset[type] = PLAIN_TENSOR_TYPES | {FakeTensor, FunctionalTensor}
-_TORCH_NAMESPACES = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+_TORCH_NAMESPACES = COLLECTIVE_NAMESPACES | {"aten", "prims", "prim"}
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,33 @@ class UnsupportedLayout(OpConstraint):
                 return f"{describe_call(node)} on {layout}"
         if name_of(node) in op_lists.EXOTIC_LAYOUT:
             return f"{describe_call(node)} makes one"
-        for source in node.all_input_nodes:
-            if value_of(source) is None and name_of(source) in op_lists.EXOTIC_LAYOUT:
-                return f"{describe_call(node)} on what {source} makes"
-        return None
+        # Not only where the source has no value: a fake tensor that is mkldnn does not look like one.
+        odd = next((source for source in node.all_input_nodes if _is_odd(source)), None)
+        if odd is not None:
+            return f"{describe_call(node)} on what {odd} makes"
+        if name_of(node) in op_lists.EXOTIC_READERS and any(value_of(one) is None for one in node.all_input_nodes):
+            return f"{describe_call(node)} reads one"
+        held = next(filter(None, map(layout_of, _held_by_module(node))), None)
+        return None if held is None else f"{describe_call(node)} holds {held}"
+
+
+def _is_odd(node: Node) -> bool:
+    """Whether a value is made with another layout, or, where nothing else is known of it, follows from one by name."""
+    while name_of(node) not in op_lists.EXOTIC_LAYOUT:
+        if value_of(node) is not None or name_of(node) not in op_lists.KEEPS_LAYOUT or len(node.all_input_nodes) != 1:
+            return any(layout_of(tensor) is not None for tensor in tensors_of(node))
+        (node,) = node.all_input_nodes
+    return True
+
+
+def _held_by_module(node: Node) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a module that is called as a whole."""
+    owner = node.graph.owning_module
+    if node.op == "call_module" and owner is not None:
+        child = owner.get_submodule(str(node.target))
+        if not isinstance(child, GraphModule):
+            yield from child.parameters()
+            yield from child.buffers()
 
 
 @dataclass(frozen=True)
@@ -132,66 +154,3 @@ class NoFakeImpl(OpConstraint):
         if op is None or op.namespace in _TORCH_NAMESPACES or has_fake_kernel(op):
             return None
         return f"{describe_call(node)} has real kernels only"
-
-
-def backend_of_group(name: str) -> str | None:
-    """Return the backend of the process group called ``name``, or None if there is no such group in this process."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    from torch.distributed import distributed_c10d as c10d  # absent in builds without torch.distributed
-
-    try:
-        group = c10d.__dict__["_resolve_process_group"](name)  # not among the module's declared names
-    except (LookupError, RuntimeError, ValueError):  # what the registry raises for an unknown name, by torch version
-        return None
-    return str(torch.distributed.get_backend(group))
-
-
-@dataclass(frozen=True)
-class Collective(OpConstraint):
-    """No collective runs on a backend that needs the host.
-
-    Those of the backends in ``stream_backends`` are ordinary work on the stream and are fine, except the ones during
-    which the host waits on any backend (``barrier``).
-    """
-
-    id: ClassVar[str] = "collective"
-    title: ClassVar[str] = "a collective cannot be captured"
-    why: ClassVar[str] = "the host takes part in it, and a replay runs without the host"
-    hint: ClassVar[str] = "use the nccl backend, or communicate outside of the graphed callable"
-
-    expected: ClassVar[str] = "a collective that runs on the stream alone"
-
-    stream_backends: tuple[str, ...] = op_lists.STREAM_BACKENDS
-    backend_of: Callable[[str], str | None] = backend_of_group
-
-    def reason(self, node: Node) -> str | None:
-        """Return the collective and its backend, or None."""
-        op = overload_of(node)
-        name = op._schema.name.partition("::")[2] if op is not None else getattr(node.target, "__name__", "")
-        is_collective = op is not None and op.namespace in _COLLECTIVE_NAMESPACES
-        is_python = not is_aten(node) and (getattr(node.target, "__module__", "") or "").startswith("torch.distributed")
-        if name in op_lists.NEVER_ON_STREAM and (is_collective or is_python):
-            return f"{describe_call(node)} makes the host wait"
-        if not is_collective:
-            return None
-        group = _group_name(node)
-        backend = None if group is None else self.backend_of(group)
-        if backend is None or backend in self.stream_backends:
-            return None
-        return f"{describe_call(node)} on the backend {backend}"
-
-
-def _group_name(node: Node) -> str | None:
-    """The name of the process group that a functional collective, or the wait for one, belongs to."""
-    op = overload_of(node)
-    if op is None or op.namespace not in _COLLECTIVE_NAMESPACES:
-        source: Any = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
-        return _group_name(source) if isinstance(source, Node) else None
-    names = [argument.name for argument in op._schema.arguments]
-    if "group_name" in names:
-        position = names.index("group_name")
-        group = node.kwargs.get("group_name", node.args[position] if position < len(node.args) else None)
-        return group if isinstance(group, str) else None
-    sources = [leaf for leaf in pytree.tree_leaves(node.args) if isinstance(leaf, Node)]
-    return _group_name(sources[0]) if op._schema.name.endswith("::wait_tensor") and sources else None

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 S_contra = TypeVar("S_contra", contravariant=True)
 
@@ -157,9 +158,15 @@ class NodeConstraint(Constraint[GraphModule]):
         return False
 
     def violations(self, subject: GraphModule) -> Iterator[Violation]:
-        """Yield the violation of each node, in the graph's order, nested GraphModules that are called included."""
-        for node in subject.graph.nodes:
-            verdict = self.node_verdict(node)
+        """Yield the violation of each node, in the graph's order, nested GraphModules that are called included.
+
+        Raises:
+            TypeError: if `node_verdict` gives something else than a verdict, for then the rule says nothing.
+        """
+        for node in as_graph_module(subject).graph.nodes:
+            verdict: object = self.node_verdict(node)
+            if not isinstance(verdict, (Satisfied, Violation)):
+                raise _no_verdict(self, f"node_verdict({node.name})", verdict, "Satisfied(self) or self.violation(...)")
             if isinstance(verdict, Violation) and not self.is_consequence(node):
                 yield verdict
             if node.op == "call_module":
@@ -201,5 +208,43 @@ class Report:
 
 
 def judge(subject: S_contra, constraints: Iterable[Constraint[S_contra]]) -> Report:
-    """Judge ``subject`` by every constraint and return all violations, grouped by constraint in the given order."""
-    return Report(tuple(violation for constraint in constraints for violation in constraint.violations(subject)))
+    """Judge ``subject`` by every constraint and return all violations, grouped by constraint in the given order.
+
+    Raises:
+        TypeError: if a constraint gives something else than violations.
+    """
+    found: list[Violation] = []
+    for constraint in constraints:
+        given: object = constraint.violations(subject)
+        if not isinstance(given, Iterable):
+            raise _no_verdict(constraint, "violations()", given, "an iterator of violations: yield each of them")
+        for violation in given:
+            if not isinstance(violation, Violation):
+                raise _no_verdict(constraint, "violations()", violation, "what self.violation(...) makes")
+            found.append(violation)
+    return Report(tuple(found))
+
+
+def as_graph_module(subject: object) -> GraphModule:
+    """Return ``subject`` if it is a GraphModule.
+
+    Raises:
+        TypeError: if it is not; it says how to get one.
+    """
+    if isinstance(subject, GraphModule):
+        return subject
+    kind = f"{type(subject).__module__.removeprefix('builtins')}.{type(subject).__qualname__}".lstrip(".")
+    if isinstance(subject, Graph):
+        how = "wrap it, torch.fx.GraphModule(module, graph), with the module whose attributes it names"
+    elif isinstance(subject, torch.export.ExportedProgram):
+        how = "take exported.module()"
+    else:
+        how = (
+            "trace it first: torch.fx.symbolic_trace(module), torch.export.export(module, args).module() or "
+            "make_fx(function)(*args); fxgraph.check(callable, args) traces by itself"
+        )
+    raise TypeError(f"expected a torch.fx.GraphModule, got an object of type {kind}: {how}")
+
+
+def _no_verdict(rule: Constraint[Any], method: str, given: object, expected: str) -> TypeError:
+    return TypeError(f"rule {rule.id!r} ({type(rule).__qualname__}): {method} gave {given!r}, expected {expected}")

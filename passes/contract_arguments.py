@@ -21,6 +21,7 @@ CONSTANT_TYPES: frozenset[type] = frozenset(
     | {torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size}
     | {types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType}
 )
+_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 PLAIN_TENSOR_TYPES: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -153,7 +154,7 @@ def layout_of(tensor: torch.Tensor) -> str | None:
         return f"a nested tensor, {tensor.dtype}, {tensor.device}"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}, {describe_tensor(tensor)}"
-    if tensor.is_quantized:
+    if tensor.is_quantized or tensor.dtype in _QUANTISED:  # a fake tensor shows it by its dtype alone
         return f"a quantised tensor, {describe_tensor(tensor)}"
     return None
 

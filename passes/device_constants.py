@@ -72,11 +72,20 @@ class MoveConstantsToDevice(Pass):
 
     Attributes:
         attributes: names of attributes whose values never change, such as a table; others are state that may.
+
+    Raises:
+        TypeError: if ``attributes`` is no tuple or list of names.
     """
 
     requires: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(), HasFakeValues())
 
     attributes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        given: object = self.attributes
+        if not isinstance(given, (tuple, list)) or not all(isinstance(name, str) for name in given):
+            raise TypeError(f"MoveConstantsToDevice takes a tuple of names, such as ('table',), not {given!r}")
+        object.__setattr__(self, "attributes", tuple(given))
 
     def rewrite(self, gm: GraphModule) -> bool:
         """Rewrite the uses and return whether there were any."""

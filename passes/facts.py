@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import re
+import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from .constraint import Where
@@ -66,8 +68,9 @@ def constant_of(node: Node) -> Any:
 
 
 def tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
-    """Return the fake tensors in the node's value, in order."""
+    """Return the tensors in the node's value, in order: fake ones, or the one that an attribute without them holds."""
     value = value_of(node)
+    value = constant_of(node) if value is None else value
     if value is None or isinstance(value, torch.Tensor):  # nearly always, and rules ask for each node many times
         return () if value is None else (value,)
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
@@ -97,6 +100,67 @@ def overload_of(node: Node) -> OpOverload | None:
         chosen = "default" if "default" in names else names[0]
         return getattr(target, chosen) if "default" in names or len(names) == 1 else None
     return None
+
+
+_SIZES = frozenset(
+    {"size", "stride", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "len"}
+)
+_STAND_IN = torch.empty(2)  # of two elements: a schema takes a tensor of one for a number
+
+
+def operator_of(node: Node) -> OpOverload | None:
+    """Return the operator that ``node`` calls: `overload_of`, or that which a torch function or a method comes down to.
+
+    That is the overload which the arguments choose, as torch itself chooses it, where the name is that of an ATen
+    operator. A value of which nothing is known counts as a tensor, unless it is computed from sizes alone. None for
+    functions of torch that are written in Python, which may have other arguments than the operator of that name.
+    """
+    found, name = overload_of(node), name_of(node)
+    if found is not None or name is None or not _is_native(node):
+        return found
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), _stand_in)
+    try:
+        overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    except RuntimeError:  # no schema fits: sizes that are spread over the arguments, names of dimensions
+        return None
+    return getattr(packet, overload, None)
+
+
+def _is_native(node: Node) -> bool:
+    """Whether a torch function or a method is bound to C++, where it has the operator's arguments."""
+    target = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if isinstance(target, types.BuiltinFunctionType):
+        return target.__module__ != "_operator"
+    return isinstance(target, (types.MethodDescriptorType, OpOverloadPacket))
+
+
+def _stand_in(node: Node) -> Any:
+    """Something of the type of the node's value, as far as the choice of an overload depends on it."""
+    value = constant_of(node)
+    if isinstance(value, torch.Tensor) or (value is None and not _is_number(node)):
+        return _STAND_IN
+    if value is None or isinstance(value, torch.SymInt):
+        return 1
+    return 1.0 if isinstance(value, torch.SymFloat) else value
+
+
+def _is_number(node: Node) -> bool:
+    """Whether a node without a value is a number: a size, or what Python computes of sizes."""
+    if node.op == "placeholder":
+        return node.type in (int, float, bool)
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "itemsize")
+    if name_of(node) in _SIZES or node.target is len:
+        return True
+    computes = node.op == "call_function" and getattr(node.target, "__module__", "") in (
+        "_operator",
+        "math",
+        "builtins",
+    )
+    return computes and bool(node.all_input_nodes) and all(map(_is_number, node.all_input_nodes))
 
 
 @cache
@@ -151,9 +215,12 @@ def describe_call(node: Node) -> str:
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """Return ``module.name`` of a Python callable, as short as stays unambiguous."""
-    module = (getattr(function, "__module__", None) or "").removeprefix("_")
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    """Return ``module.name`` of a Python callable, as short as stays unambiguous; of an object, that of its class."""
+    if isinstance(function, functools.partial):
+        return f"functools.partial of {describe_callable(function.func)}"
+    module = getattr(function, "__module__", None) or ""
+    module = module if module.startswith("__") else module.removeprefix("_")  # operator for _operator; __main__ stays
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__qualname__
     known = _functions().get(id(function))
     if known is not None and module in ("", "torch", "torch.functional"):
         return f"Tensor.{known}" if type(function).__name__ == "method_descriptor" else f"torch.{known}"

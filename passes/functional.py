@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import collections
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import Argument, Target
 from torch.utils import _pytree as pytree
 
+from .aliasing import Aliases
 from .base import Pass
 from .constraint import Constraint, NodeConstraint, Satisfied, Verdict
 from .effects import changes_metadata, written_inputs
 from .facts import describe_call, value_of, where_of
-from .lower import Arguments, Flat, fake_mode_of, flat_function, replace_graph
+from .fakes import fake_mode_of
+from .lower import Arguments, Flat, flat_function, replace_graph
 from .verify import AtenLevel, HasFakeValues
 
 aten = torch.ops.aten
@@ -50,7 +55,8 @@ class Functionalize(Pass):
 
     Raises:
         ValueError: when run, if that would not give what the graph gives: sizes or strides are changed in place; two
-            inputs share memory and one of them is written; ``as_strided`` in a graph that writes; an output would come
+            inputs share memory that is written; ``as_strided`` of memory that is written or made in
+            the graph; an output would come
             out with other strides; numbers would be drawn in another order.
     """
 
@@ -61,9 +67,8 @@ class Functionalize(Pass):
         """Trace the functional form, if the graph is not in it, and return whether it was not."""
         if all(FunctionalForm().node_verdict(node) for node in gm.graph.nodes):
             return False
-        _refuse(gm)
         arguments = Arguments.of(gm)
-        _refuse_shared(arguments)
+        _refuse(gm, arguments)
         # Run as it is, for what each output is: a value of its own, or a part of the memory of an input.
         with fake_mode_of(arguments.flat):
             expected = pytree.tree_leaves(flat_function(gm, arguments)(*arguments.flat))
@@ -85,11 +90,13 @@ def _functional(flat: Flat) -> Flat:
     return torch.func.functionalize(flat, remove="mutations")
 
 
-def _refuse(gm: GraphModule) -> None:
+def _refuse(gm: GraphModule, arguments: Arguments) -> None:
+    aliases = Aliases.of(gm)
+    written = {aliases.storage(one) for node in gm.graph.nodes for one in written_inputs(node)}
     for node in gm.graph.nodes:
         if changes_metadata(node) and node.target is not aten.detach_.default:
             raise ValueError(f"{node.name} changes sizes or strides in place, which no functional operator does")
-        if node.target is aten.as_strided.default:
+        if node.target is aten.as_strided.default and aliases.storage(node) not in aliases.outside - written:
             raise ValueError(f"{node.name} reads memory by strides, which functional operators do not preserve")
         if node.target in (aten.bernoulli_.float, aten.bernoulli_.Tensor):
             value = value_of(node)
@@ -97,12 +104,21 @@ def _refuse(gm: GraphModule) -> None:
                 raise ValueError(
                     f"{node.name} draws into strides {tuple(value.stride())}, its functional form does not"
                 )
+    # Functionalization would change one of two inputs or attributes on the same memory, and not the other.
+    holders = collections.Counter(_storage(value) for value in arguments.flat if isinstance(value, torch.Tensor))
+    for home, value in zip(_homes(gm, arguments), arguments.flat, strict=True):
+        if home is not None and holders[_storage(value)] > 1 and aliases.storage(home) in written:
+            raise ValueError(f"two inputs share memory and the graph writes {home.name}, which is one of them")
 
 
-def _refuse_shared(arguments: Arguments) -> None:
-    storages = [_storage(value) for value in arguments.flat if isinstance(value, torch.Tensor)]
-    if len(set(storages)) < len(storages):
-        raise ValueError("two inputs share memory and the graph writes")
+def _homes(gm: GraphModule, arguments: Arguments) -> list[Node | None]:
+    """The node of each value of ``arguments``; None for an attribute that the graph does not read."""
+    attributes = {str(node.target): node for node in gm.graph.find_nodes(op="get_attr")}
+    first = {id(value): attributes[name] for name, value in arguments.attributes.items() if name in attributes}
+    return [
+        *gm.graph.find_nodes(op="placeholder"),
+        *(first.get(id(arguments.attributes[name])) for name in arguments.names),
+    ]
 
 
 def _restore_aliases(gm: GraphModule, arguments: Arguments, expected: list[Any]) -> None:
@@ -115,8 +131,7 @@ def _restore_aliases(gm: GraphModule, arguments: Arguments, expected: list[Any])
     """
     output = gm.graph.output_node()
     flat, spec = pytree.tree_flatten(output.args[0])
-    attributes = {str(node.target): node for node in gm.graph.find_nodes(op="get_attr")}
-    homes = [*gm.graph.find_nodes(op="placeholder"), *map(attributes.get, arguments.names)]
+    homes = _homes(gm, arguments)
     copies = {node.args[0]: node for node in gm.graph.find_nodes(op="call_function", target=aten.copy_.default)}
     changed = {
         _storage(value): copies[home] for home, value in zip(homes, arguments.flat, strict=True) if home in copies
@@ -144,16 +159,22 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two places are known to be the same; their numbers may be symbolic, and no guard is added."""
+    numbers, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    return len(numbers) == len(others) and all(map(statically_known_true, map(operator.eq, numbers, others)))
+
+
 def _part_of(copy: Node, value: torch.Tensor) -> Node:
     """The written-back input itself, or the view of it that has the place and the strides of ``value``."""
     whole = value_of(copy)
     place = (list(value.shape), list(value.stride()), value.storage_offset())
+    if value.dtype == whole.dtype and _same(place, (list(whole.shape), list(whole.stride()), whole.storage_offset())):
+        return copy
     if any(isinstance(number, torch.SymInt) for number in (*place[0], *place[1], place[2])):
         raise ValueError("an output is a view of a changed input of symbolic size")
     if value.dtype != whole.dtype:
         raise ValueError(f"an output is a view of a changed input as another dtype, {value.dtype}")
-    if place == (list(whole.shape), list(whole.stride()), whole.storage_offset()):
-        return copy
     with copy.graph.inserting_before(copy.graph.output_node()):
         view = copy.graph.call_function(aten.as_strided.default, (copy, *place))
     view.meta["val"] = aten.as_strided.default(whole, *place)

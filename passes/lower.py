@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
 
 from .base import Pass
+from .constraint import Constraint
 from .facts import constant_of, value_of
+from .fakes import fake, fake_mode_of
+from .verify import AtenLevel
 
 _LIFT = torch.ops.aten.lift_fresh_copy.default
 
@@ -37,11 +39,22 @@ class LowerToAten(Pass):
             placeholders carry fake values, as those of Dynamo, make_fx and torch.export do.
 
     Raises:
+        TypeError: if ``inputs`` is no tuple or list.
         ValueError: when run, if a placeholder has neither a fake value nor an example, or the numbers of examples and
             placeholders differ.
     """
 
+    ensures: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(),)
+
     inputs: tuple[Any, ...] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, GraphModule):
+            raise TypeError("LowerToAten takes example inputs first, then the graph: LowerToAten(inputs)(gm)")
+        if self.inputs is not None and not isinstance(self.inputs, (tuple, list)):
+            kind = type(self.inputs).__qualname__
+            raise TypeError(f"LowerToAten takes a tuple of example inputs, not {kind}: write LowerToAten((x,)) for one")
+        object.__setattr__(self, "inputs", None if self.inputs is None else tuple(self.inputs))
 
     def rewrite(self, gm: GraphModule) -> bool:
         """Trace ``gm`` anew; it counts as changed if the text of the code or the values on the nodes are others."""
@@ -105,20 +118,6 @@ class Arguments:
         count = len(self.inputs)
         new = {id(self.attributes[name]): value for name, value in zip(self.names, flat[count:], strict=True)}
         return Arguments(flat[:count], {name: new[id(value)] for name, value in self.attributes.items()})
-
-
-def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
-    """Return the mode of the first fake tensor, or a new one."""
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-
-
-def fake(value: Any, mode: FakeTensorMode) -> Any:
-    """Return a fake tensor with the metadata of ``value`` that needs no gradient; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch.no_grad():
-        plain = value.detach()  # of the same storage, without autograd's record
-    return plain if isinstance(plain, FakeTensor) else mode.from_tensor(plain, static_shapes=True)
 
 
 def flat_function(gm: GraphModule, arguments: Arguments, interpreter: type[Interpreter] = Interpreter) -> Flat:

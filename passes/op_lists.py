@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 READS_TO_HOST: frozenset[str] = frozenset(
-    {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "tolist", "numpy", "cpu"}
+    {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "tolist", "numpy"}
     | {"__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"}
 )
 """Plain names of what hands a value of the device to the host, whatever the arguments."""
@@ -125,6 +125,18 @@ EXOTIC_LAYOUT: frozenset[str] = frozenset(
 )
 """Plain names of what makes a tensor that is not strided and dense; needed where a graph carries no fake values."""
 
+EXOTIC_READERS: frozenset[str] = frozenset(
+    {"dequantize", "int_repr", "q_scale", "q_zero_point", "q_per_channel_scales", "q_per_channel_zero_points"}
+    | {"coalesce", "sparse_mask", "_indices", "_values", "crow_indices", "col_indices", "ccol_indices", "row_indices"}
+)
+"""Plain names of what reads such a tensor and no other."""
+
+KEEPS_LAYOUT: frozenset[str] = frozenset(
+    {"clone", "detach", "coalesce", "to", "float", "double", "half", "t", "transpose", "mul", "__mul__", "truediv"}
+    | {"div", "neg", "relu", "sqrt", "abs", "sin", "tanh", "pow", "contiguous", "requires_grad_"}
+)
+"""Plain names of what gives the layout of its one tensor argument, where a graph carries no fake values."""
+
 MASK_MAKERS: frozenset[str] = frozenset(
     {"gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "not_equal"}
     | {
@@ -149,8 +161,12 @@ MASK_COMBINERS: frozenset[str] = frozenset(
 )
 """Plain names of what gives a boolean tensor when its operands are."""
 
-NEVER_ON_STREAM: frozenset[str] = frozenset({"barrier", "monitored_barrier_", "recv_any_source_", "monitored_barrier"})
-"""Collectives during which the host waits, on any backend."""
+NEVER_ON_STREAM: frozenset[str] = frozenset(
+    {"barrier", "monitored_barrier_", "recv_any_source_", "monitored_barrier"}
+    | {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+    | {"send_object_list", "recv_object_list"}
+)
+"""Collectives during which the host waits, on any backend: among them those that pickle Python objects."""
 
 STREAM_BACKENDS: tuple[str, ...] = ("nccl",)
 """Backends of torch.distributed that put a collective on the current CUDA stream as ordinary kernels."""

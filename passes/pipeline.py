@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,15 +11,17 @@ from typing import Any, TypeAlias
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from .base import Pass, PassError
-from .constraint import Constraint, judge
-from .facts import describe_callable
+from .base import MALFORMED, Pass, PassError
+from .constraint import Constraint, NodeConstraint, Report, Violation, as_graph_module, judge
+from .facts import describe_callable, is_library_file
 from .show import diff, show
-from .verify import WELL_FORMED
+from .verify import WELL_FORMED, Lint
+from .verify_calls import ON_CHANGED
 
 AnyPass: TypeAlias = Pass | PassBase | Callable[[GraphModule], Any]
 """A pass of ours, one of torch.fx (`PassBase`), or a function of a GraphModule that returns one, a `PassResult`, or
-None for a change in place.
+None for a change in place. A function recompiles what it changes; after a `PassBase` it is done, as torch's own
+`PassManager` does.
 """
 
 
@@ -73,10 +76,18 @@ class Pipeline:
     Attributes:
         passes: run in this order.
         constraints: judged before the first pass and after each.
+        on_changed: judged after each pass, on the nodes that it made or changed.
+
+    Raises:
+        TypeError: if ``passes`` is no sequence of passes, or holds a class in the place of a pass.
     """
 
     passes: tuple[AnyPass, ...]
     constraints: tuple[Constraint[GraphModule], ...] = WELL_FORMED
+    on_changed: tuple[NodeConstraint, ...] = ON_CHANGED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passes", passes_of(self.passes))
 
     def __call__(self, gm: GraphModule) -> PipelineResult:
         """Run the passes over a copy of ``gm``.
@@ -84,8 +95,9 @@ class Pipeline:
         Raises:
             PassError: naming the guilty pass, with the violations and its diff. If a pass raised an exception, that
                 is the ``__cause__``.
+            TypeError: if ``gm`` is no GraphModule.
         """
-        report = judge(gm, self.constraints)
+        report = judge(as_graph_module(gm), self.constraints)
         if not report:
             raise PassError("input", "verify", "the graph is malformed before the first pass", report)
         current, steps = copy_graph_module(gm), []
@@ -95,21 +107,29 @@ class Pipeline:
         return PipelineResult(current, tuple(steps))
 
     def _step(self, one: AnyPass, gm: GraphModule) -> tuple[GraphModule, Step]:
-        name, before, start = pass_name(one), show(gm), time.perf_counter()
+        name, before, calls, start = pass_name(one), show(gm), _calls(gm), time.perf_counter()
         try:
             returned = one(gm)
         except PassError as error:
             problem, change = error.problem, diff(before, show(gm), name)
-            raise PassError(error.pass_name, error.stage, problem, error.report, change) from error
+            raise PassError(error.pass_name, error.stage, problem, error.report, change, error.hint) from error
         except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
-            raise PassError(name, "run", problem, diff=diff(before, show(gm), name)) from error
-        seconds = time.perf_counter() - start
+            problem, change = f"raised {type(error).__name__}: {error}", diff(before, show(gm), name)
+            place = _place_of(error)
+            hint = f"it comes from {place}; correct the pass, or leave it out" if place else "leave the pass out"
+            raise PassError(name, "run", problem, diff=change, hint=hint) from error
         result = _graph_module(name, gm, returned)
+        if isinstance(one, PassBase) and Lint().verdict(result):
+            result.recompile()
+        seconds = time.perf_counter() - start
         change = diff(before, show(result), name)
         report = judge(result, self.constraints)
+        if report:  # else values may not be what they seem
+            changed = [node for node in result.graph.nodes if calls.get(node.name) != _call(node)]
+            verdicts = (rule.node_verdict(node) for rule in self.on_changed for node in changed)
+            report = Report(tuple(verdict for verdict in verdicts if isinstance(verdict, Violation)))
         if not report:
-            raise PassError(name, "verify", "the graph is malformed after this pass", report, change)
+            raise PassError(name, "verify", MALFORMED, report, change)
         return result, Step(name, bool(change), seconds, change)
 
 
@@ -117,9 +137,26 @@ def apply(gm: GraphModule, passes: Iterable[AnyPass]) -> GraphModule:
     """Return a rewritten copy of ``gm`` that shares its parameters and buffers; ``gm`` itself is left untouched.
 
     Raises:
-        PassError: see `Pipeline`.
+        PassError, TypeError: see `Pipeline`.
     """
-    return Pipeline(tuple(passes))(gm).graph_module
+    return Pipeline(passes_of(passes))(gm).graph_module
+
+
+def passes_of(given: object) -> tuple[AnyPass, ...]:
+    """Return passes as a tuple.
+
+    Raises:
+        TypeError: if ``given`` is no iterable of passes, or holds a class in the place of a pass.
+    """
+    if isinstance(given, (str, Pass, PassBase)) or not isinstance(given, Iterable):
+        raise TypeError(f"passes are given in a sequence, not as {_described(given)}: write [one] for one pass")
+    passes = tuple(given)
+    for one in passes:
+        if isinstance(one, type) and issubclass(one, (Pass, PassBase)):
+            raise TypeError(f"{one.__qualname__} is a class of passes, not a pass: write {one.__qualname__}(...)")
+        if not callable(one):
+            raise TypeError(f"{_described(one)} is no pass: expected a Pass, a PassBase or a function of a GraphModule")
+    return passes
 
 
 def copy_graph_module(gm: GraphModule) -> GraphModule:
@@ -140,8 +177,10 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
         own = getattr(copied, table)
         own.update({name: value for name, value in getattr(gm, table).items() if name not in own})
     copied._non_persistent_buffers_set |= gm._non_persistent_buffers_set
+    registered = {name for table in (copied._parameters, copied._buffers, copied._modules) for name in table}
     for name, value in vars(gm).items():
-        vars(copied).setdefault(name, value)
+        if name not in registered:  # a plain attribute would hide what GraphModule has made a buffer
+            vars(copied).setdefault(name, value)
     return copied
 
 
@@ -154,10 +193,30 @@ def pass_name(one: AnyPass) -> str:
     return describe_callable(one)
 
 
+def _described(given: object) -> str:
+    return f"{given!r} of type {type(given).__qualname__}"
+
+
+def _calls(gm: GraphModule) -> dict[str, tuple[object, ...]]:
+    """What each node calls, and on what, by name."""
+    return {node.name: _call(node) for node in gm.graph.nodes}
+
+
+def _call(node: Node) -> tuple[object, ...]:
+    return node.op, node.target, str(node.args), str(node.kwargs)
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the user's at which a pass raised; empty where all of it is torch's or of this package."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library_file(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+
+
 def _graph_module(name: str, given: GraphModule, returned: Any) -> GraphModule:
     if returned is None:
         return given
     result = returned.graph_module if isinstance(returned, PassResult) else returned
     if not isinstance(result, GraphModule):
-        raise PassError(name, "run", f"returned {type(result).__name__}, expected a GraphModule, a PassResult or None")
+        problem = f"returned {type(result).__name__}, expected a GraphModule, a PassResult or None"
+        raise PassError(name, "run", problem, hint="return the GraphModule, or nothing for a change in place")
     return result

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from .constraint import as_graph_module
 from .facts import describe_call, value_of, where_of
 from .show import show_value
 
@@ -95,8 +96,10 @@ def find_repeats(gm: GraphModule, min_size: int = 3, max_size: int = 512) -> Rep
         max_size: the most calls that a region may have.
 
     Raises:
+        TypeError: if ``gm`` is no GraphModule.
         ValueError: if ``min_size`` is less than 1 or more than ``max_size``.
     """
+    as_graph_module(gm)
     if not 1 <= min_size <= max_size:
         raise ValueError(f"1 <= min_size <= max_size does not hold for {min_size} and {max_size}")
     search = _Search([node for node in gm.graph.nodes if node.op.startswith("call_")])

@@ -24,8 +24,8 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import CAPTURABLE, NodeConstraint, check, op_lists
+from passes.capturable_collectives import Collective, backend_of_group
 from passes.capturable_ops import UnregisteredGenerator
-from passes.capturable_tensors import Collective, backend_of_group
 
 aten = torch.ops.aten
 RULES = {rule.id: rule for rule in CAPTURABLE}
@@ -57,6 +57,11 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+_LIBRARY = torch.library.Library("fxgraph_tests", "FRAGMENT")
+_LIBRARY.define("same_generator(Generator generator) -> Generator")
+_LIBRARY.impl("same_generator", lambda generator: generator, "CompositeImplicitAutograd")
+
+
 class Marked(torch.Tensor):
     pass
 
@@ -79,7 +84,7 @@ def by_hand(target: Any, *inputs: Any, result: Any = None, method: bool = False,
             arguments.append(value)
     root = torch.nn.Module()
     for key, value in options.items():
-        if isinstance(value, torch.Generator):
+        if isinstance(value, (torch.Generator, dist.ProcessGroup)):
             setattr(root, key, value)
             options[key] = graph.get_attr(key)
     create = graph.call_method if method else graph.call_function
@@ -240,7 +245,7 @@ def _subclass() -> tuple[GraphModule, GraphModule, str]:
 
 def _collective() -> tuple[GraphModule, GraphModule, str]:
     bad = by_hand(dist.barrier)
-    good = by_hand(torch.ops._c10d_functional.all_reduce.default, fake(2), "sum", "no such group")
+    good = by_hand(dist.get_world_size)
     message = """
         [collective] a collective cannot be captured
           where:    node barrier
@@ -642,7 +647,21 @@ def test_a_method_that_copies_is_judged_by_the_devices_where_these_are_known() -
     assert ids(by_hand("to", fake(2), "cpu", result=fake(2), method=True)) == ()
     assert ids(by_hand("to", fake(2, device=CUDA0), "cpu", result=fake(2), method=True)) == ("host-sync",)
     assert ids(by_hand("cuda", fake(2), result=fake(2, device=CUDA0), method=True)) == ("host-sync",)
-    assert ids(by_hand("cpu", fake(2), result=fake(2), method=True)) == ("host-sync",)
+    assert ids(by_hand("cpu", fake(2), result=fake(2), method=True)) == ()
+    assert ids(by_hand("cpu", fake(2, device=CUDA0), result=fake(2), method=True)) == ("host-sync",)
+    assert ids(by_hand("cpu", fake(2, device=CUDA0), method=True)) == ("host-sync",)
+    assert ids(by_hand("cpu", fake(2), method=True)) == ()
+
+
+def test_an_attribute_says_where_it_lies_and_a_value_of_which_nothing_is_known_does_not() -> None:
+    graph = Graph()
+    x, weight = graph.placeholder("x"), graph.get_attr("weight", type_expr=torch.Tensor)
+    copies = [graph.call_method("cpu", (one,)) for one in (x, weight)]
+    graph.output(tuple(copies))
+    root = torch.nn.Module()
+    root.weight = torch.nn.Parameter(torch.ones(2))
+    found = check(GraphModule(root, graph)).violations
+    assert [(violation.id, violation.where.node) for violation in found] == [("host-sync", copies[0].name)]
 
 
 # -- generators, printing, waiting, layouts ---------------------------------------------------------------------------
@@ -656,6 +675,17 @@ def test_a_generator_is_found_wherever_it_stands_and_can_be_registered() -> None
         assert ids(gm) == ("unregistered-generator",)
         assert check(gm, [UnregisteredGenerator(registered=(generator,))])
     assert ids(by_hand(aten.bernoulli.default, fake(2), generator=None)) == ()
+
+
+def test_another_object_for_the_default_generator_is_the_default_generator() -> None:
+    # One that comes back from C++, as tracers of torch 2.13 hold it.
+    again = torch.ops.fxgraph_tests.same_generator(torch.default_generator)
+    assert again is not torch.default_generator
+    assert ids(by_hand(torch.bernoulli, fake(2), generator=again)) == ()
+    own = torch.Generator()
+    assert ids(by_hand(torch.bernoulli, fake(2), generator=own)) == ("unregistered-generator",)
+    own.set_state(torch.default_generator.get_state())  # equal numbers do not make it the same
+    assert ids(by_hand(torch.bernoulli, fake(2), generator=own)) == ("unregistered-generator",)
 
 
 def test_a_generator_that_is_an_input_cannot_be_the_default_one() -> None:
@@ -702,25 +732,169 @@ def test_every_op_that_touches_an_odd_tensor_is_named() -> None:
     assert ids(gm) == ("tensor-subclass",)
 
 
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "compressed": lambda: torch.eye(2).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(2).to_mkldnn(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated:UserWarning")  # since torch 2.13
+@pytest.mark.parametrize("form", ["attribute", "attribute of a nested module", "leaf module"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_that_is_no_value_of_the_graph_is_judged_by_its_layout(layout: str, form: str) -> None:
+    for make, expected in ((LAYOUTS[layout], ("unsupported-layout",)), (lambda: torch.eye(2), ())):
+        root, holder, graph = torch.nn.Module(), torch.nn.Module(), Graph()
+        root.holder = holder
+        owner = root if form == "attribute" else holder
+        owner.register_buffer("held", make())
+        x = graph.placeholder("x")
+        if form == "leaf module":
+            result = graph.call_module("holder", (x,))
+        else:
+            name = "held" if owner is root else "holder.held"
+            result = graph.call_function(torch.matmul, (graph.get_attr(name, type_expr=torch.Tensor), x))
+        graph.output(result)
+        found = check(GraphModule(root, graph)).violations
+        assert [(violation.id, violation.where.node) for violation in found] == [(id, result.name) for id in expected]
+
+
+@pytest.mark.parametrize("maker", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.parametrize("between", [(), ("clone",), ("neg", "t")])
+def test_what_is_made_with_another_layout_is_followed_to_what_reads_it(maker: str, between: tuple[str, ...]) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    names = []
+    node = x
+    for name in (maker, *between, "to_dense"):
+        node = graph.call_method(name, (node,))
+        names.append(node.name)
+    graph.output(graph.call_method(between[0] if between else "neg", (node,)))  # this one is dense
+    found = check(GraphModule(torch.nn.Module(), graph)).violations
+    assert [(violation.id, violation.where.node) for violation in found] == [
+        ("unsupported-layout", name) for name in names
+    ]
+
+
+@pytest.mark.parametrize("reader", sorted(op_lists.EXOTIC_READERS))
+def test_what_reads_such_a_tensor_alone_is_found_where_nothing_is_known_of_it(reader: str) -> None:
+    graph = Graph()
+    graph.output(graph.call_method(reader, (graph.placeholder("x"),)))
+    assert ids(GraphModule(torch.nn.Module(), graph)) == ("unsupported-layout",)
+    assert ids(by_hand(reader, fake(2), method=True, result=fake(2))) == ()  # eager says what is wrong with a dense one
+
+
+def test_a_fake_tensor_of_a_quantised_dtype_is_a_quantised_one() -> None:
+    mode = FakeTensorMode()
+    mode.cache_enabled = False  # torch cannot give one from the cache
+    with mode:
+        value = torch.empty(2, dtype=torch.qint8)
+    assert ids(by_hand("dequantize", value, method=True)) == ("unsupported-layout",)
+
+
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
 def reduce_and_wait(group: str) -> GraphModule:
     functional = torch.ops._c10d_functional
-    gm = by_hand(functional.all_reduce.default, fake(2), "sum", group)
+    gm = by_hand(functional.all_reduce.default, fake(2), "sum", group, result=fake(2))
     output = gm.graph.output_node()
     with gm.graph.inserting_before(output):
         output.args = (gm.graph.call_function(functional.wait_tensor.default, output.args),)
     return gm
 
 
-@pytest.mark.parametrize(("backend", "count"), [("nccl", 0), ("gloo", 2), ("mpi", 2), (None, 0)])
-def test_the_backend_decides_for_the_collective_and_for_the_wait(backend: str | None, count: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    {
+        "nccl": None,
+        "gloo": "the backend gloo",
+        "mpi": "the backend mpi",
+        "cpu:gloo,cuda:nccl": "the backend gloo",
+        "cpu:nccl,cuda:gloo": None,
+        "cuda:nccl": "the backend none",
+        None: "a process group that is not known here",
+    }.items(),
+)
+def test_the_backend_decides_for_the_collective_and_for_the_wait(backend: str | None, reason: str | None) -> None:
     found = list(Collective(backend_of=lambda name: backend).violations(reduce_and_wait("g")))
-    assert [violation.observed for violation in found] == [
-        f"_c10d_functional.all_reduce.default on the backend {backend}",
-        f"_c10d_functional.wait_tensor.default on the backend {backend}",
-    ][:count]
+    ops = ("all_reduce", "wait_tensor") if reason else ()
+    assert [violation.observed for violation in found] == [f"_c10d_functional.{op}.default on {reason}" for op in ops]
+
+
+@pytest.fixture
+def gloo() -> Iterator[str]:
+    """The name of a process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.distributed_c10d._get_default_group().group_name
+    dist.destroy_process_group()
+
+
+def reduced_later(x: torch.Tensor) -> Any:
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "all_reduce, asynchronous": reduced_later,
+    "reduce": lambda x: dist.reduce(x, 0),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.empty_like(x)], x),
+    "gather": lambda x: dist.gather(x, [torch.empty_like(x)]),
+    "scatter": lambda x: dist.scatter(x, [torch.ones_like(x)]),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x, [torch.ones_like(x)]),
+    "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, torch.ones_like(x)),
+    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(torch.empty_like(x), x),
+    "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+}
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # since torch 2.13: those into tensors
+def test_collectives_that_keep_their_process_group_as_an_object_are_judged_by_its_backend(kind: str, gloo: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        COLLECTIVES[kind](y)
+        return y * 2
+
+    gm = make_fx(function)(torch.ones(3))
+    assert ids(gm) == ("collective",)
+    assert check(gm).violations[0].observed.endswith("on the backend gloo")
+    assert Collective(backend_of={gloo: "nccl"}.get).verdict(gm)
+    assert not Collective(backend_of={gloo: None}.get).verdict(gm)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_collective_that_a_graph_calls_as_a_function_is_judged_by_its_group(default: bool, gloo: str) -> None:
+    one = None if default else dist.new_group([0], backend="gloo")
+    gm = by_hand(dist.all_reduce, fake(2), group=one)
+    name = gloo if one is None else one.group_name
+    assert ids(gm) == ("collective",)
+    assert Collective(backend_of={name: "nccl"}.get).verdict(gm)
+    assert not Collective(backend_of={"another": "nccl"}.get).verdict(gm)
+
+
+def test_collectives_on_objects_are_refused_on_every_backend() -> None:
+    rule = Collective(backend_of=lambda name: "nccl")
+    assert not rule.verdict(by_hand(dist.all_gather_object, [None], fake(1)))
+
+
+def test_a_wait_for_what_is_not_in_the_graph_is_refused() -> None:
+    wait = by_hand(torch.ops._c10d_functional.wait_tensor.default, fake(2))
+    assert not Collective(backend_of=lambda name: "nccl").verdict(wait)
+
+
+def test_a_group_with_a_backend_for_each_device_is_given_with_all() -> None:
+    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
+    try:
+        name = dist.distributed_c10d._get_default_group().group_name
+        assert "cpu:gloo" in str(backend_of_group(name))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_backends_can_be_declared_as_stream_ordered() -> None:
@@ -830,6 +1004,40 @@ def test_what_torch_tags_as_unsafe_or_as_read_by_the_host_is_refused(op: OpOverl
 @pytest.mark.parametrize("op", tagged(torch.Tag.dynamic_output_shape), ids=str)
 def test_what_torch_tags_as_of_dynamic_shape_is_refused(op: OpOverload) -> None:
     assert refused(op) == ([] if op in BY_ARGUMENTS else ["data-dependent-shape"])
+
+
+def of_torch_level(op: OpOverload) -> Node | None:
+    """A call of the function, or of the method, that comes down to ``op``: on placeholders without values."""
+    name, like = op._schema.name.partition("::")[2], node_of(op)
+    function, method = getattr(torch, name, None), getattr(torch.Tensor, name, None)
+    graph = like.graph
+    with graph.inserting_before(like):
+        if callable(function):
+            return graph.call_function(function, like.args, like.kwargs)
+        return graph.call_method(name, like.args, like.kwargs) if callable(method) else None
+
+
+NAMED = [op for name in sorted(op_lists.SCALARS_ON_HOST | op_lists.FORBIDDEN) for op in overloads(name)]
+TAGGED = tagged(torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@pytest.mark.parametrize("op", dict.fromkeys([*NAMED, *TAGGED]), ids=str)
+def test_what_is_refused_as_an_operator_is_refused_as_the_function_that_comes_down_to_it(op: OpOverload) -> None:
+    node = of_torch_level(op)
+    found = [rule.id for rule in CAPTURABLE if node is not None and not rule.node_verdict(node)]
+    assert node is None or found == refused(op)
+
+
+@pytest.mark.parametrize("method", ["size", "numel", "dim"])
+def test_a_number_that_follows_from_sizes_is_no_tensor(method: str) -> None:
+    graph = Graph()
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    number = graph.call_function(operator.mul, (graph.call_method(method, (x,)), 2))
+    call = graph.call_method("masked_fill", (x, mask, number))
+    of_tensor = graph.call_method("masked_fill", (x, mask, graph.call_method("sum", (x,))))
+    graph.output((call, of_tensor))
+    gm = GraphModule(torch.nn.Module(), graph)
+    assert [(found.id, found.where.node) for found in check(gm).violations] == [("host-sync", of_tensor.name)]
 
 
 def registered() -> Iterator[OpOverload]:

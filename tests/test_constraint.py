@@ -175,6 +175,31 @@ def test_a_rule_that_does_not_say_how_it_is_judged_raises_instead_of_passing() -
         judge(1, [silent()])
 
 
+@pytest.mark.parametrize("given", [None, True, False, "no"])
+def test_a_node_verdict_that_is_none_is_not_taken_for_a_good_one(given: object) -> None:
+    @dataclass(frozen=True)
+    class Vague(NoNeg):
+        def node_verdict(self, node: Node) -> Verdict:
+            return given  # type: ignore[return-value]
+
+    gm = symbolic_trace(lambda x: torch.neg(x))
+    message = rf"rule 'no-neg' \(.*Vague\): node_verdict\(x\) gave {given!r}, expected Satisfied\(self\) or self.viol"
+    with pytest.raises(TypeError, match=message):
+        passes.check(gm, [Vague()])
+
+
+@pytest.mark.parametrize("given", [None, True, ["odd"], [None]])
+def test_what_a_rule_yields_must_be_violations(given: object) -> None:
+    @dataclass(frozen=True)
+    class Vague(Even):
+        def violations(self, subject: list[int]) -> Iterator[Violation]:
+            return given  # type: ignore[return-value]
+
+    shown = given[0] if isinstance(given, list) else given
+    with pytest.raises(TypeError, match=rf"rule 'even-number' \(.*Vague\): violations\(\) gave {shown!r}, expected"):
+        judge([1], [Small(), Vague()])
+
+
 def test_a_node_constraint_gives_a_verdict_per_node_and_enters_called_graph_modules() -> None:
     class Inner(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from passes import FunctionalForm, Functionalize, LowerToAten, PassError, Pipeline, RemoveDeadCode, apply, judge
 from passes.show import show
@@ -112,9 +113,85 @@ def test_one_buffer_with_two_names_is_one_value() -> None:
     assert torch.equal(gm(X), X + 2)
 
 
+class Constants(torch.nn.Module):
+    """Attributes on one memory, most of them no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.arange(24.0)
+        self.first, self.second, self.strided = memory[:3], memory[3:6], memory[6:]
+        self.tied = torch.nn.Parameter(self.first.detach())
+        self.register_buffer("spare", memory[3:9])
+        self.state = torch.zeros(3)
+
+
+def reads_shared(held: Constants, x: torch.Tensor) -> Any:
+    y = x + held.first
+    y.add_(held.second)
+    return y * held.tied
+
+
+def returns_shared(held: Constants, x: torch.Tensor) -> Any:
+    x.add_(1)
+    return held.first, held.second[:2], x, held.tied * 2
+
+
+def reads_by_strides(held: Constants, x: torch.Tensor) -> Any:
+    y = x + held.strided.as_strided((3,), (2,), 7)
+    return y.mul_(2)
+
+
+def writes_a_constant(held: Constants, x: torch.Tensor) -> Any:
+    y = held.state.add_(x)  # symbolic_trace would compute now what reads held.state itself
+    return y * held.first, y
+
+
+CONSTANTS = (reads_shared, returns_shared, reads_by_strides, writes_a_constant)
+CONSTANT_TRACERS: dict[str, Callable[[torch.nn.Module], GraphModule]] = {
+    "make_fx": lambda module: make_fx(module)(X[0].clone()),
+    "symbolic_trace": lambda module: apply(symbolic_trace(module), [LowerToAten((X[0],))]),
+    "export": lambda module: apply(torch.export.export(module, (X[0].clone(),)).module(), [LowerToAten()]),
+}
+
+
+@pytest.mark.parametrize("tracer", CONSTANT_TRACERS)
+@pytest.mark.parametrize("body", CONSTANTS)
+def test_constants_that_share_memory_and_are_not_written_are_no_obstacle(body: Any, tracer: str) -> None:
+    def with_body() -> Any:
+        return type("WithBody", (Constants,), {"forward": body})()
+
+    runs = []
+    for passes in (None, [], [Functionalize()]):
+        module = with_body()
+        run = module if passes is None else apply(CONSTANT_TRACERS[tracer](module), passes)
+        module.state.zero_()  # make_fx has run it
+        if passes:
+            assert judge(run, (FunctionalForm(),))
+        for _ in range(2):
+            x = X[0].clone()
+            outputs = pytree.tree_leaves(run(x))
+            held = (module.first, module.second, module.tied, module.state)
+            storages = [one.untyped_storage().data_ptr() for one in (x, *held, *outputs)]
+            runs.append(([one.tolist() for one in (x, *held, *outputs)], [storages.index(one) for one in storages]))
+    assert runs[:2] == runs[2:4] == runs[4:]
+
+
+def test_an_input_of_symbolic_size_may_be_changed_and_returned() -> None:
+    gm = trace(lambda x, y: (x.add_(y), y * 2), X.clone(), Y.clone(), mode="symbolic")
+    result = apply(gm, [Functionalize()])
+    x, y = torch.ones(4, 5), torch.ones(4, 5)
+    assert result(x, y)[0].data_ptr() == x.data_ptr()
+    assert torch.equal(x, torch.full((4, 5), 2.0))
+
+
 REFUSED: dict[str, tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "strides changed in place": ("changes sizes or strides in place", lambda x, y: x.t_().add_(1), (X, Y)),
     "memory read by strides": ("by strides", lambda x, y: x.as_strided((2, 2), (1, 1)).add_(1), (X, Y)),
+    "strides of what is made here": (
+        "by strides",
+        lambda x, y: (x + 1).as_strided((2,), (1,)) + y.add_(1)[0, :2],
+        (X, Y),
+    ),
     "two inputs in one storage": ("two inputs share memory", lambda x, y: (x.add_(1), y + 1)[1], (X, X.view(3, 2))),
     "draws into other strides": (
         "draws into strides (1, 2)",

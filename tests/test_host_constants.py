@@ -70,6 +70,21 @@ def test_what_is_no_constant_is_named(function: Callable[..., Any]) -> None:
     assert trace.check_torch_level(traced.graph).ids == ("several-devices",)
 
 
+def filled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).masked_fill(x > 0, w.sum())
+
+
+def filled_with_drawn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).masked_fill(x > 0, torch.rand(()))
+
+
+@pytest.mark.parametrize("function", [filled, filled_with_drawn])
+def test_a_number_that_is_read_from_a_tensor_which_is_no_constant_is_named(function: Callable[..., Any]) -> None:
+    traced, _ = read(function)
+    assert traced.graph is not None
+    assert "host-sync" in trace.check_torch_level(traced.graph).ids
+
+
 def test_an_input_on_the_cpu_is_named() -> None:
     with FakeTensorMode():
         inputs = (torch.empty(4, device="cuda"), torch.empty(()))

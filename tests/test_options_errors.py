@@ -7,8 +7,11 @@ import pickle
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
+from torch import fx
 
 import fxgraph
+import passes
 from fxgraph import FxgraphError, OptionError, Options, errors
 from fxgraph.errors import add_note
 from passes import Report, Where
@@ -61,6 +64,61 @@ def test_counts(name: str, least: int) -> None:
 def test_options_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().max_captures = 3  # type: ignore[misc]
+
+
+ON_ATEN = (
+    passes.LowerToAten(),
+    passes.Functionalize(),
+    passes.RemoveDeadCode(),
+    passes.RemoveNoOps(),
+    passes.MergeCommonSubexpressions(),
+    passes.MoveConstantsToDevice(),
+    passes.CloneAliasedOutputs((0,)),
+    passes.MergeInputCopies(),
+    passes.DrawInPlace(),
+)
+
+
+def test_all_shipped_passes_are_on_aten_operators() -> None:
+    shipped = {one for one in vars(passes).values() if isinstance(one, type) and issubclass(one, passes.Pass)}
+    assert {type(one) for one in ON_ATEN} == shipped - {passes.Pass}
+
+
+@pytest.mark.parametrize("one", ON_ATEN, ids=lambda one: type(one).__name__)
+def test_a_pass_on_aten_operators_is_refused_with_what_options_take(one: passes.Pass) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options(passes=(relu_to_gelu, one))
+    assert (caught.value.id, caught.value.observed) == ("bad-option", one.name)
+    assert "in a function of a torch.fx.GraphModule" in caught.value.hint
+
+
+def relu_to_gelu(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.relu):
+        node.target = torch.nn.functional.gelu
+    gm.recompile()
+
+
+def test_the_hint_on_passes_can_be_followed() -> None:
+    graphed = fxgraph.make_graphed_callables(
+        lambda x: torch.relu(x) * 2, (torch.ones(3),), options={"passes": [relu_to_gelu]}
+    )
+    x = torch.tensor([-1.0, 0.0, 1.0])
+    assert torch.equal(graphed(x), torch.nn.functional.gelu(x) * 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (relu_to_gelu, "a list of passes: each takes a torch.fx.GraphModule"),
+        ([3], "3 of type int is no pass"),
+        ([passes.RemoveDeadCode], "write RemoveDeadCode(...)"),
+    ],
+)
+def test_what_are_no_passes_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options(passes=given)
+    assert caught.value.id == "bad-option"
+    assert words in caught.value.expected
 
 
 # -- from what the user gives -----------------------------------------------------------------------------------------

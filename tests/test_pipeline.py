@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +14,17 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from passes import Constraint, Pass, PassError, Pipeline, Where, apply
+from passes import (
+    CloneAliasedOutputs,
+    Constraint,
+    LowerToAten,
+    MoveConstantsToDevice,
+    Pass,
+    PassError,
+    Pipeline,
+    Where,
+    apply,
+)
 from passes.pipeline import copy_graph_module, pass_name
 from passes.show import show
 
@@ -191,12 +202,139 @@ def test_what_a_pass_raises_is_the_cause_and_what_it_had_changed_is_shown() -> N
     assert (error.pass_name, error.stage) == (f"{__name__}.raises_midway", "run")
     assert isinstance(error.__cause__, KeyError)
     assert error.diff == DIFF.format(name=error.pass_name, number=7)
-    assert str(error).startswith(f"{__name__}.raises_midway: raised KeyError: 'lost'\n\n--- before")
+    code = raises_midway.__code__
+    assert error.hint == (
+        f"it comes from {code.co_filename}:{code.co_firstlineno + 2} (raises_midway); correct the pass, or leave it out"
+    )
+    head = f"{__name__}.raises_midway: raised KeyError: 'lost'\n  hint:     {error.hint}"
+    assert str(error).startswith(f"{head}\n\n--- before")
 
 
 def test_a_pass_that_returns_something_else_is_refused() -> None:
     error = error_of(returns_nonsense)
-    assert str(error) == f"{__name__}.returns_nonsense: returned int, expected a GraphModule, a PassResult or None"
+    first, second = str(error).splitlines()
+    assert first == f"{__name__}.returns_nonsense: returned int, expected a GraphModule, a PassResult or None"
+    assert second == "  hint:     return the GraphModule, or nothing for a change in place"
+
+
+@dataclass(frozen=True)
+class SaysNothing(Pass):
+    """Changes the graph and does not say so."""
+
+    returned: Any = None
+
+    def rewrite(self, gm: GraphModule) -> bool:
+        ReplaceConstant(3).rewrite(gm)
+        return self.returned
+
+
+@pytest.mark.parametrize("returned", [None, 1, "changed"])
+@pytest.mark.parametrize("driven", [True, False])
+def test_a_rewrite_that_does_not_say_whether_it_changed_anything_is_refused(returned: Any, driven: bool) -> None:
+    one = SaysNothing(returned)
+    with pytest.raises(PassError) as caught:
+        apply(add_one(), [one]) if driven else one(add_one())
+    assert (caught.value.pass_name, caught.value.stage) == (one.name, "run")
+    assert caught.value.problem == f"rewrite() returned {returned!r}, expected True or False"
+    assert caught.value.hint == "return whether it changed anything"
+
+
+def test_a_rewrite_that_denies_its_change_is_refused() -> None:
+    error = error_of(SaysNothing(False))
+    assert (error.stage, error.report.ids) == ("verify", ("recompiled",))
+
+
+@dataclass(frozen=True)
+class Disorders(Pass):
+    """Moves what is returned behind the output."""
+
+    def rewrite(self, gm: GraphModule) -> bool:
+        output = gm.graph.output_node()
+        output.append(output.args[0])
+        return True
+
+
+@pytest.mark.parametrize("driven", [True, False])
+def test_a_rewrite_that_leaves_what_torch_refuses_is_named(driven: bool) -> None:
+    with pytest.raises(PassError) as caught:
+        apply(add_one(), [Disorders()]) if driven else Disorders()(add_one())
+    assert (caught.value.pass_name, caught.value.stage) == ("Disorders()", "verify")
+    assert "lint" in caught.value.report.ids
+
+
+class Forgetful(PassBase):
+    """Leaves recompiling to the driver, as torch's PassManager lets a pass do."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    def call(self, graph_module: GraphModule) -> Any:
+        changed = ReplaceConstant(6).rewrite(graph_module)
+        return PassResult(graph_module, changed) if self.returned else None
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_torchs_passes_need_not_recompile(returned: bool) -> None:
+    result = Pipeline((Forgetful(returned), ReplaceConstant()))(add_one())
+    assert [step.modified for step in result.steps] == [True, False]
+    assert result.graph_module(torch.zeros(1)).item() == 6
+
+
+def stale(gm: GraphModule) -> None:
+    (add,) = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    add.target = aten.eq.Scalar
+    gm.recompile()
+
+
+def test_what_a_pass_changes_must_have_the_value_that_it_gives() -> None:
+    error = error_of(stale)
+    assert (error.pass_name, error.stage, error.report.ids) == (f"{__name__}.stale", "verify", ("stale-fake-value",))
+    gm = add_one()
+    stale(gm)  # from before the first pass: values are not judged anew on every graph
+    assert not Pipeline((in_place,))(gm).modified
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (ReplaceConstant(), r"ReplaceConstant\(number=2\) of type ReplaceConstant: write \[one\]"),
+        (Torchs(), r"of type Torchs: write \[one\]"),
+        ("dead code", r"'dead code' of type str"),
+        (3, r"3 of type int"),
+        ([ReplaceConstant], r"ReplaceConstant is a class of passes, not a pass: write ReplaceConstant\(...\)"),
+        ([Torchs], r"Torchs is a class of passes"),
+        ([None], r"None of type NoneType is no pass"),
+        (["dead code"], r"'dead code' of type str is no pass"),
+    ],
+)
+@pytest.mark.parametrize("entry", [lambda gm, given: apply(gm, given), lambda gm, given: Pipeline(given)(gm)])
+def test_what_are_no_passes_is_said_before_anything_runs(entry: Any, given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        entry(add_one(), given)
+
+
+@pytest.mark.parametrize("entry", [lambda gm: apply(gm, []), Pipeline(()), ReplaceConstant()])
+def test_passes_work_on_graph_modules_alone(entry: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.fx.GraphModule, got .*Linear: trace it first"):
+        entry(torch.nn.Linear(2, 2))
+
+
+def test_a_function_of_the_program_that_is_run_keeps_the_name_of_its_module() -> None:
+    def own(gm: GraphModule) -> None: ...
+
+    own.__module__, own.__qualname__ = "__main__", "own"
+    assert pass_name(own) == "__main__.own"
+    own.__module__ = "_private"
+    assert pass_name(own) == "private.own"
+
+
+class Applied:
+    def __call__(self, gm: GraphModule) -> None: ...
+
+
+def test_an_object_that_is_called_goes_by_the_name_of_its_class() -> None:
+    assert pass_name(Applied()) == f"{__name__}.Applied"
+    assert pass_name(functools.partial(returning)) == f"functools.partial of {__name__}.returning"
 
 
 def test_what_a_pass_promises_is_judged_on_what_it_returned() -> None:
@@ -288,6 +426,22 @@ def test_a_copy_shares_parameters_and_modules_and_owns_its_graph(build: Callable
     assert torch.equal(gm(x)["z"], expected)
 
 
+def test_a_constant_of_an_exported_module_has_one_place_in_the_copy() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.tensor([2.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    module = Scaled()
+    copied = copy_graph_module(torch.export.export(module, (torch.ones(1),)).module())
+    copied._buffers["factor"] = torch.tensor([3.0])  # as torch.func.functional_call does
+    assert copied(torch.ones(1)).item() == 3
+    assert module.factor.item() == 2
+
+
 def test_a_copy_keeps_what_the_graph_does_not_name_and_leaves_the_modes_of_submodules_alone() -> None:
     net = Net()
     net.spare = torch.nn.Parameter(torch.ones(1))
@@ -299,3 +453,29 @@ def test_a_copy_keeps_what_the_graph_does_not_name_and_leaves_the_modes_of_submo
     assert copied.spare is net.spare
     assert set(copied.state_dict()) == set(gm.state_dict())
     assert copied.training and not copied.bn.training and not gm.bn.training
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: LowerToAten(torch.ones(2)), TypeError, r"not Tensor: write LowerToAten\(\(x,\)\) for one"),
+        (lambda: LowerToAten("x"), TypeError, r"a tuple of example inputs, not str"),
+        (lambda: LowerToAten(add_one()), TypeError, r"LowerToAten\(inputs\)\(gm\)"),
+        (lambda: CloneAliasedOutputs(("nope",)), TypeError, r"such as \(0,\), not \('nope',\)"),
+        (lambda: CloneAliasedOutputs(0), TypeError, r"such as \(0,\), not 0"),
+        (lambda: CloneAliasedOutputs((True,)), TypeError, r"not \(True,\)"),
+        (lambda: CloneAliasedOutputs((0, -1)), ValueError, r"from 0, flattened; there are none at \[-1\]"),
+        (lambda: MoveConstantsToDevice("table"), TypeError, r"such as \('table',\), not 'table'"),
+        (lambda: MoveConstantsToDevice((1,)), TypeError, r"not \(1,\)"),
+    ],
+)
+def test_options_of_a_pass_are_looked_at_when_it_is_made(make: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_lists_do_as_options_of_a_pass() -> None:
+    assert CloneAliasedOutputs([0, 1]) == CloneAliasedOutputs((0, 1))  # type: ignore[arg-type]
+    assert MoveConstantsToDevice(["table"]) == MoveConstantsToDevice(("table",))  # type: ignore[arg-type]
+    assert LowerToAten([1]).inputs == (1,)  # type: ignore[arg-type]
+    assert LowerToAten().inputs is None

@@ -12,13 +12,19 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies_fx import KINDS, Program, programs
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from passes import CAPTURABLE, WELL_FORMED, check
+from passes import CAPTURABLE, WELL_FORMED, PassError, apply, check
+from passes.capturable_collectives import Collective
 from passes.verify import verify
+from passes.verify_calls import CurrentFakeValue
 
 aten = torch.ops.aten
+functional = torch.ops._c10d_functional
+GROUPS = {"stream": "nccl", "host": "gloo"}
+RULES = tuple(Collective(backend_of=GROUPS.get) if rule.id == "collective" else rule for rule in CAPTURABLE)
 HALF = settings(max_examples=settings().max_examples // 2)  # for the tests of one rule each
 
 
@@ -125,7 +131,10 @@ CAPTURE: dict[str, tuple[list[Insert], list[Insert]]] = {
         [op(aten.to_dense.default, val=alike)],
     ),
     "tensor-subclass": ([op(aten.neg.default, val=odd)], [op(aten.neg.default, val=alike)]),
-    "collective": ([op(dist.barrier)], [op(torch.ops._c10d_functional.all_reduce.default, "sum", "none", val=alike)]),
+    "collective": (
+        [op(dist.barrier), *(op(functional.all_reduce.default, "sum", name, val=alike) for name in ("host", "?"))],
+        [op(functional.all_reduce.default, "sum", "stream", val=alike)],
+    ),
     "print-side-effect": ([op(print), op(aten._print.default)], [op(aten._assert_async.default)]),
 }
 
@@ -161,11 +170,11 @@ def test_what_cannot_be_captured_is_found_where_it_stands(rule: str, program: Pr
     bad, good = CAPTURE[rule]
     gm = program.trace()
     node = put(gm, bad[which % len(bad)], choice)
-    found = check(gm).violations
+    found = check(gm, RULES).violations
     assert [(violation.id, violation.where.node) for violation in found] == [(rule, node.name)]
     gm = program.trace()
     put(gm, good[which % len(good)], choice)
-    assert str(check(gm)) == "no violations"
+    assert str(check(gm, RULES)) == "no violations"
 
 
 @given(program=programs(kinds=("arithmetic", "reductions", "views", "random")), choice=st.integers(0, 20))
@@ -256,8 +265,23 @@ def stale_code(gm: GraphModule, choice: int) -> None:
         gm.graph.call_function(operator.not_, (True,)).meta["val"] = False
 
 
+def misfit(gm: GraphModule, choice: int) -> None:
+    call = next(node for node in calls_of(gm) if isinstance(node.target, OpOverload))
+    declared = call.target._schema.arguments
+    if choice % 3 == 0:
+        call.args = (*call.args, *(None for _ in declared))
+    elif choice % 3 == 1:
+        call.kwargs = {**call.kwargs, "no_such_argument": 1}
+    else:
+        required = [k for k, one in enumerate(declared) if not one.has_default_value() and not one.kwarg_only]
+        assume(required)
+        call.args = call.args[: required[-1]]
+    gm.recompile()
+
+
 CORRUPTIONS: dict[str, Callable[[GraphModule, int], None]] = {
     "lint": swap_order,
+    "fits-schema": misfit,
     "placeholders-first": late_placeholder,
     "one-output": node_behind_the_output,
     "missing-fake-value": no_value,
@@ -274,3 +298,55 @@ def test_what_is_malformed_is_found(rule: str, program: Program, choice: int) ->
     CORRUPTIONS[rule](gm, choice)
     assert rule in verify(gm).ids
     assert set(verify(gm).ids) <= {rule, "lint"}  # torch's own check may see more
+
+
+@given(program=programs())
+def test_the_values_of_an_ordinary_program_are_what_its_calls_give(program: Program) -> None:
+    gm = program.trace()
+    assert list(CurrentFakeValue().violations(gm)) == []
+
+
+REPLACEMENTS: tuple[tuple[OpOverload, tuple[Any, ...]], ...] = (
+    (aten.sum.default, ()),  # other sizes
+    (aten.unsqueeze.default, (0,)),
+    (aten.isnan.default, ()),  # another dtype
+    (aten.expand.default, ([2, *[-1] * 8],)),  # fails: too many dimensions
+)
+
+
+@given(program=programs(), choice=st.integers(0, 20), which=st.integers(0, len(REPLACEMENTS) - 1))
+def test_a_pass_that_leaves_the_value_of_another_call_is_named(program: Program, choice: int, which: int) -> None:
+    target, more = REPLACEMENTS[which]
+    gm = program.trace()
+    found = [
+        node
+        for node in tensors(gm)
+        if isinstance(node.target, OpOverload)
+        and not node.target._schema.is_mutable
+        and isinstance(value := node.meta["val"], FakeTensor)
+        and node.args
+        and node.args[0] in tensors(gm)
+        and (value.dim(), value.dtype) != (0, torch.bool)
+    ]
+    assume(found)
+    name = found[choice % len(found)].name
+
+    def replace(graph_module: GraphModule) -> None:
+        node = next(node for node in graph_module.graph.nodes if node.name == name)
+        node.target, node.args, node.kwargs = target, (node.args[0], *more), {}
+        graph_module.recompile()
+
+    given = found[choice % len(found)].args[0].meta["val"]
+    kept = found[choice % len(found)].meta["val"]
+    try:
+        with given.fake_mode:
+            right = target(given, *more)
+    except RuntimeError:
+        right = None
+    same = right is not None and (right.shape, right.stride(), right.dtype) == (kept.shape, kept.stride(), kept.dtype)
+    if same:
+        apply(gm, [replace])
+        return
+    with pytest.raises(PassError) as caught:
+        apply(gm, [replace])
+    assert [(one.id, one.where.node) for one in caught.value.report.violations] == [("stale-fake-value", name)]

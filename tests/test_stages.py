@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -241,8 +242,93 @@ def test_a_break_in_a_loop_is_said_and_counted(layer: Callable[..., nn.Module], 
     assert "marked" in reason and count == 2
 
 
-def test_eager_takes_functions_only() -> None:
-    with pytest.raises(TypeError, match="takes a function or nothing"):
+class Logged(nn.Module):
+    """Scales, and counts its calls in a way that no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+        self.register_buffer("last", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+        self.calls += 1
+        self.last.fill_(x.detach().sum().item())
+        return x * self.scale + shift
+
+
+def test_a_marked_module_stays_the_module_that_it_is() -> None:
+    plain, module = Logged(), Logged()
+    assert fxgraph.eager(module) is module
+    assert fxgraph.eager(module) is module  # twice is once
+    assert type(module) is Logged
+    assert list(module.state_dict()) == list(plain.state_dict()) == ["scale", "last"]
+    assert [name for name, _ in module.named_modules()] == [""]
+    module.load_state_dict(plain.state_dict())
+    x = torch.arange(8.0)
+    assert torch.equal(module(x, shift=1.0), plain(x, shift=1.0))
+    assert (module.calls, module.last.item()) == (1, 28.0)
+    assert not module.eval().training
+
+
+@pytest.mark.filterwarnings(EXPECTED)
+# Dynamo, reading the second part, looks at `.grad` of what the first gave.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+def test_a_marked_module_and_its_copies_run_eagerly_between_captured_parts(
+    entry: str, copied: Callable[[Any], Any], device: str
+) -> None:
+    torch.manual_seed(3)
+    plain = Around(Logged()).eval().to(device)
+    marked = copy.deepcopy(plain)
+    fxgraph.eager(marked.between)
+    model = copied(marked)
+    gc.collect()
+    before = fxgraph.stats().replays
+    x = torch.randn(6, 8, device=device)
+    if entry == "torch.compile":
+        graphed: Any = torch.compile(model, backend="graphed")
+    else:
+        graphed = fxgraph.make_graphed_callables(model, (x,))
+    calls = model.between.calls
+    for step in range(2):
+        got, want = graphed(x), plain(x)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        got.sum().backward()
+        want.sum().backward()
+        assert model.between.calls == calls + step + 1
+    torch.testing.assert_close(model.between.scale.grad, plain.between.scale.grad, rtol=0, atol=0)
+    assert model.between.last.item() == plain.between.last.item()
+    assert fxgraph.stats().replays - before == 4  # what comes before and after, twice
+    if model is not marked:
+        assert marked.between.calls == 0
+
+
+def test_a_module_with_a_forward_of_its_own_keeps_it() -> None:
+    module = Logged()
+    module.forward = lambda x: x - 1
+    assert torch.equal(fxgraph.eager(module)(torch.ones(2)), torch.zeros(2))
+
+
+def test_eager_decorates_with_parentheses_too(device: str) -> None:
+    runs: list[float] = []
+
+    @fxgraph.eager()
+    def note(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x.detach().sum().item())
+        return x * 2
+
+    assert note.__name__ == "note"
+    compiled = torch.compile(lambda x: note(x.sin() + 1).cos() + 1, backend="graphed")
+    x = torch.randn(3, device=device)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), ((x.sin() + 1) * 2).cos() + 1, rtol=0, atol=0)
+    assert len(runs) == 2
+
+
+def test_eager_takes_functions_and_modules_only() -> None:
+    with pytest.raises(TypeError, match="takes a function, a module or nothing"):
         fxgraph.eager(3)
 
 

@@ -453,6 +453,27 @@ class Counts(nn.Module):
         return self.lin(x)
 
 
+def test_a_reading_that_ends_early_leaves_what_it_had_read() -> None:
+    module = nn.Linear(2, 2)
+    constant = torch.ones(2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = module(x).relu() + constant
+        print("ends the reading")  # noqa: T201
+        return y.sin()
+
+    with pytest.raises(dynamo.ReadErrors) as caught:
+        dynamo.read(function, (torch.ones(2),), {})
+    until = dynamo.read_until(caught.value)
+    assert until is not None, changed("where Dynamo's errors keep the graph that was being made")
+    names = [node.name for node in until.graph.nodes if node.op.startswith("call_")]
+    assert len(names) == 3, changed("what is in that graph")
+    reading = dynamo.read(function, (torch.ones(2),), {}, **dynamo.QUIET)
+    assert reading.graph is not None
+    assert reading.graph.graph.find_nodes(op="call_method", target="sin"), changed("reorderable_logging_functions")
+    assert dynamo.read_until(ValueError("not of Dynamo's")) is None
+
+
 def test_a_reading_gives_graph_sources_guards_and_bytecode() -> None:
     module, x = Counts(), torch.randn(3, 2)
     reading = dynamo.read(module.forward, (x,), {})

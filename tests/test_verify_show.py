@@ -19,9 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes import WELL_FORMED, Constraint, check
 from passes.show import diff, mark, show, show_node, show_report, show_value
 from passes.verify import AtenLevel, HasFakeValues, Recompiled, verify
+from passes.verify_calls import ON_CHANGED, CurrentFakeValue, FitsSchema
 
 aten = torch.ops.aten
-RULES: dict[str, Constraint[GraphModule]] = {rule.id: rule for rule in (*WELL_FORMED, AtenLevel(), HasFakeValues())}
+RULES: dict[str, Constraint[GraphModule]] = {
+    rule.id: rule for rule in (*WELL_FORMED, *ON_CHANGED, AtenLevel(), HasFakeValues())
+}
 PAIR = tuple[GraphModule, GraphModule, str]
 
 
@@ -60,6 +63,34 @@ def _lint() -> PAIR:
                         %add : [num_users=1] = call_function[target={ADD}](args = (%x_1, 1), kwargs = {{}})
           expected: graph.lint() accepts it
           hint:     insert nodes before their users, and erase a node only once it has none
+        """
+    return bad, good, message
+
+
+def _fits() -> PAIR:
+    bad, good = add_one(), add_one()
+    call_of(bad).args = (*call_of(bad).args, 2)
+    call_of(good).kwargs = {"alpha": 2}
+    message = """
+        [fits-schema] a call does not fit the operator's schema
+          where:    node add
+          observed: aten.add.Tensor with 3 arguments by place, at most 2 are taken
+          expected: aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor
+          hint:     give each argument of the schema once, and no others
+        """
+    return bad, good, message
+
+
+def _stale() -> PAIR:
+    bad, good = add_one(), add_one()
+    call_of(bad).target = aten.eq.Scalar
+    call_of(good).target = aten.sub.Tensor
+    message = """
+        [stale-fake-value] a node's fake value is not what its call gives
+          where:    node add
+          observed: aten.eq.Scalar with the value f32[2] cpu
+          expected: b8[2] cpu
+          hint:     set meta['val'] anew on each node that a pass changes, and on those that read it
         """
     return bad, good, message
 
@@ -154,7 +185,7 @@ def _aten() -> PAIR:
           where:    node add
           observed: call_function operator.add
           expected: a call of torch.ops
-          hint:     trace with make_fx or AOTAutograd first
+          hint:     apply LowerToAten() first, or trace with make_fx or AOTAutograd
         """
     return symbolic_trace(lambda x: x + 1), add_one(), message
 
@@ -166,13 +197,15 @@ def _values() -> PAIR:
           where:    node x
           observed: placeholder x without meta['val']
           expected: meta['val'] on it
-          hint:     trace with make_fx or AOTAutograd, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp
+          hint:     apply LowerToAten(example_inputs) first, or trace with make_fx or AOTAutograd
         """
     return bad, add_one(), message
 
 
 TRIPLES: dict[str, Callable[[], PAIR]] = {
     "lint": _lint,
+    "fits-schema": _fits,
+    "stale-fake-value": _stale,
     "placeholders-first": _placeholders,
     "one-output": _one_output,
     "missing-fake-value": _missing,
@@ -217,6 +250,86 @@ def test_recompiled_sees_a_removed_line_too() -> None:
     neg = next(node for node in gm.graph.nodes if node.target is aten.neg.default)
     gm.graph.erase_node(neg)
     assert not Recompiled().verdict(gm)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "observed"),
+    [
+        (2, {"alpha": 2}, None),
+        (1, {"other": 1}, None),
+        (1, {}, "aten.add.Tensor without 'other'"),
+        (2, {"other": 1}, "aten.add.Tensor with 'other' given twice"),
+        (2, {"beta": 1}, "aten.add.Tensor with an argument 'beta', which it does not have"),
+    ],
+)
+def test_each_way_in_which_arguments_do_not_fit(args: int, kwargs: dict[str, int], observed: str | None) -> None:
+    gm = add_one()
+    call = call_of(gm)
+    call.args, call.kwargs = call.args[:args], kwargs
+    found = [violation.observed for violation in FitsSchema().violations(gm)]
+    assert found == ([] if observed is None else [observed])
+
+
+def test_a_call_that_fails_on_the_values_of_its_arguments_is_told_with_what_it_says() -> None:
+    gm = make_fx(lambda x, y: x @ y, tracing_mode="fake")(torch.ones(2, 3), torch.ones(3, 2))
+    call = call_of(gm)
+    assert CurrentFakeValue().verdict(gm)
+    call.args = (call.args[0], call.args[0])
+    (violation,) = CurrentFakeValue().violations(gm)
+    assert violation.observed.startswith("aten.mm.default raises RuntimeError: ")
+    assert "2x3" in violation.observed.replace(" ", "") or "[2,3]" in violation.observed.replace(" ", "")
+
+
+@pytest.mark.parametrize("entered", [torch.inference_mode, lambda: torch.autocast("cpu"), torch.no_grad])
+def test_modes_in_which_a_graph_is_judged_do_not_change_what_its_calls_give(entered: Callable[[], Any]) -> None:
+    gm = make_fx(lambda x: (x @ x).sum(0), tracing_mode="fake")(torch.ones(2, 2))
+    with entered():
+        assert CurrentFakeValue().verdict(gm)
+
+
+@pytest.mark.parametrize("mode", ["symbolic", "fake"])
+def test_values_that_depend_on_data_or_symbols_are_not_judged(mode: str) -> None:
+    gm = make_fx(lambda x: torch.relu(x) + x.sum(), tracing_mode=mode)(torch.ones(3, 4))
+    (relu,) = gm.graph.find_nodes(op="call_function", target=aten.relu.default)
+    relu.target = aten.gt.Scalar
+    relu.args = (*relu.args, 0)
+    assert bool(CurrentFakeValue().verdict(gm)) is (mode == "symbolic")
+    relu.target, relu.args = aten.nonzero.default, relu.args[:1]
+    assert CurrentFakeValue().node_verdict(relu)
+
+
+@pytest.mark.parametrize(("op", "target"), [("call_function", "relu"), ("call_method", torch.relu)])
+def test_what_cannot_be_called_is_a_violation_rather_than_an_error_of_the_printer(op: str, target: Any) -> None:
+    gm = add_one()
+    call = call_of(gm)
+    call.op, call.target = op, target
+    assert verify(gm).ids == ("lint",)
+    assert "Node add target" in verify(gm).violations[0].observed
+
+
+class Holder(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("judged", [check, verify, CurrentFakeValue().verdict])
+@pytest.mark.parametrize(
+    ("subject", "how"),
+    [
+        (Holder(), "trace it first"),
+        (lambda x: x, "trace it first"),
+        (Graph(), "wrap it"),
+        (None, "trace it first"),
+    ],
+)
+def test_what_is_no_graph_module_is_refused_with_how_to_get_one(judged: Any, subject: Any, how: str) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.fx.GraphModule, got an object of type .*" + how) as caught:
+        judged(subject)
+    assert type(subject).__qualname__ in str(caught.value)
+
+
+def test_an_exported_program_is_told_which_of_its_graphs_is_meant() -> None:
+    with pytest.raises(TypeError, match=r"type .*ExportedProgram: take exported.module\(\)"):
+        check(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)))  # type: ignore[arg-type]
 
 
 # -- every tracer -----------------------------------------------------------------------------------------------------

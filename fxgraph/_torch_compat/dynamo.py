@@ -36,6 +36,7 @@ import operator
 import re
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -502,6 +503,24 @@ def _forget_reading(error: BaseException) -> None:
     if output_graph is not None:
         output_graph.tracing_context.tensor_to_context.clear()
         forget_tensors(node.meta.get("example_value") for node in output_graph.graph.nodes)
+
+
+def read_until(error: BaseException) -> torch.fx.GraphModule | None:
+    """What :func:`read` had read when it gave up with ``error``: a graph that returns nothing; None where it has none.
+
+    Its placeholders need not be all of the call's tensors, and it is not to be run.
+    """
+    tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
+    output_graph = getattr(tracer_output, "output_graph_for_cleanup", None)
+    if output_graph is None:
+        return None
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(output_graph.graph, {}) or ())
+    return torch.fx.GraphModule(dict(output_graph.nn_modules), graph)
+
+
+QUIET: dict[str, Any] = {"reorderable_logging_functions": {print, warnings.warn}}
+"""For :func:`read`: what writes for a person to read is passed over."""
 
 
 # Dynamo reads with the function modes (torch.set_default_device is one) taken off, and finds them in a manager. From
