@@ -13,8 +13,8 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from .base import MALFORMED, Pass, PassError
 from .constraint import Constraint, NodeConstraint, Report, Violation, as_graph_module, judge
-from .facts import describe_callable, is_library_file
-from .show import diff, show
+from .facts import describe_callable, is_library_file, value_of
+from .show import diff, show, show_value
 from .verify import WELL_FORMED, Lint
 from .verify_calls import ON_CHANGED
 
@@ -111,26 +111,36 @@ class Pipeline:
         try:
             returned = one(gm)
         except PassError as error:
-            problem, change = error.problem, diff(before, show(gm), name)
+            problem, change = error.problem, _change(before, gm, name)
             raise PassError(error.pass_name, error.stage, problem, error.report, change, error.hint) from error
         except Exception as error:
-            problem, change = f"raised {type(error).__name__}: {error}", diff(before, show(gm), name)
+            problem, change = f"raised {type(error).__name__}: {error}", _change(before, gm, name)
             place = _place_of(error)
             hint = f"it comes from {place}; correct the pass, or leave it out" if place else "leave the pass out"
             raise PassError(name, "run", problem, diff=change, hint=hint) from error
-        result = _graph_module(name, gm, returned)
-        if isinstance(one, PassBase) and Lint().verdict(result):
-            result.recompile()
         seconds = time.perf_counter() - start
-        change = diff(before, show(result), name)
-        report = judge(result, self.constraints)
-        if report:  # else values may not be what they seem
-            changed = [node for node in result.graph.nodes if calls.get(node.name) != _call(node)]
-            verdicts = (rule.node_verdict(node) for rule in self.on_changed for node in changed)
-            report = Report(tuple(verdict for verdict in verdicts if isinstance(verdict, Violation)))
+        result = _graph_module(name, gm, returned)
+        try:
+            if isinstance(one, PassBase) and Lint().verdict(result):
+                result.recompile()
+            change, report = diff(before, show(result), name), self._judge(result, calls)
+        except Exception as error:  # whatever torch makes of an object that is no longer what it takes it for
+            problem = f"the graph cannot be read after this pass: {type(error).__name__}: {error}"
+            raise PassError(
+                name, "verify", problem, hint="change nodes by their methods and properties only"
+            ) from error
         if not report:
             raise PassError(name, "verify", MALFORMED, report, change)
         return result, Step(name, bool(change), seconds, change)
+
+    def _judge(self, gm: GraphModule, calls: dict[str, tuple[object, ...]]) -> Report:
+        """The verdict on what a pass made of a graph with these calls."""
+        report = judge(gm, self.constraints)
+        if not report:  # then values may not be what they seem
+            return report
+        changed = [node for node in gm.graph.nodes if calls.get(node.name) != _call(node)]
+        verdicts = (rule.node_verdict(node) for rule in self.on_changed for node in changed)
+        return Report(tuple(verdict for verdict in verdicts if isinstance(verdict, Violation)))
 
 
 def apply(gm: GraphModule, passes: Iterable[AnyPass]) -> GraphModule:
@@ -198,12 +208,20 @@ def _described(given: object) -> str:
 
 
 def _calls(gm: GraphModule) -> dict[str, tuple[object, ...]]:
-    """What each node calls, and on what, by name."""
+    """What each node calls, on what, and its fake value, by name."""
     return {node.name: _call(node) for node in gm.graph.nodes}
 
 
+def _change(before: str, gm: GraphModule, name: str) -> str:
+    """What a pass that raised had changed."""
+    try:
+        return diff(before, show(gm), name)
+    except Exception:  # as in `_step`: the graph cannot be read, and what the pass raised says more
+        return ""
+
+
 def _call(node: Node) -> tuple[object, ...]:
-    return node.op, node.target, str(node.args), str(node.kwargs)
+    return node.op, node.target, str(node.args), str(node.kwargs), show_value(value_of(node))
 
 
 def _place_of(error: BaseException) -> str:

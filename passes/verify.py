@@ -130,10 +130,11 @@ class Recompiled(Constraint[GraphModule]):
     hint: ClassVar[str] = "call graph_module.recompile() after changing the graph"
 
     def violations(self, subject: GraphModule) -> Iterator[Violation]:
-        """Yield one violation if the code is stale; none for a graph that has no code (see `Lint`)."""
+        """Yield one violation if the code is stale, or if the graph has none."""
         try:
             held, fresh = subject.code.splitlines(), subject.graph.python_code("self").src.splitlines()
-        except AssertionError:  # what torch raises for a call of what is no callee
+        except (AssertionError, NotImplementedError) as error:  # what torch raises for no callee, no kind of node
+            yield self.violation(Where(), f"there is no code for the graph: {error}", "nodes that have code")
             return
         if held != fresh:
             line = next((line for line in fresh if line not in held), "fewer lines")

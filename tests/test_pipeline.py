@@ -294,6 +294,77 @@ def test_what_a_pass_changes_must_have_the_value_that_it_gives() -> None:
     assert not Pipeline((in_place,))(gm).modified
 
 
+def call_of(gm: GraphModule) -> Any:
+    return next(node for node in gm.graph.nodes if node.op == "call_function")
+
+
+def another_value(gm: GraphModule) -> None:
+    call_of(gm).meta["val"] = call_of(gm).meta["val"].sum()
+
+
+def erases_the_output(gm: GraphModule) -> None:
+    gm.graph.erase_node(gm.graph.output_node())
+
+
+def reads_another_graph(gm: GraphModule) -> None:
+    call_of(gm).args = (call_of(add_one()), 1)
+
+
+def reads_itself(gm: GraphModule) -> None:
+    call_of(gm).args = (call_of(gm), 1)
+
+
+def calls_a_name(gm: GraphModule) -> None:
+    call_of(gm).target = "add"
+
+
+def calls_nothing(gm: GraphModule) -> None:
+    call_of(gm).op = "call_nothing"
+
+
+def names_what_is_not_there(gm: GraphModule) -> None:
+    call = call_of(gm)
+    call.op, call.target = "get_attr", "not_there"
+    call.args = ()
+
+
+def passes_an_object(gm: GraphModule) -> None:
+    call_of(gm).args = (call_of(gm).args[0], object())
+
+
+def passes_too_much(gm: GraphModule) -> None:
+    call_of(gm).args = (*call_of(gm).args, 1)
+
+
+def loses_metadata(gm: GraphModule) -> None:
+    call_of(gm).meta = None
+
+
+def loses_the_graph(gm: GraphModule) -> None:
+    del gm._graph
+
+
+BROKEN = (
+    *(another_value, erases_the_output, reads_another_graph, reads_itself, calls_a_name, calls_nothing),
+    *(names_what_is_not_there, passes_an_object, passes_too_much, loses_metadata, loses_the_graph),
+)
+
+
+@pytest.mark.parametrize("recompiled", [True, False])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_however_a_pass_breaks_a_graph_it_is_named(broken: Any, recompiled: bool) -> None:
+    def guilty(gm: GraphModule) -> None:
+        broken(gm)
+        if recompiled:
+            gm.recompile()
+
+    gm = add_one()
+    error = error_of(guilty, gm=gm)
+    assert error.pass_name.endswith("guilty")
+    assert error.hint or error.report.violations
+    assert gm(torch.zeros(1)).item() == 1
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

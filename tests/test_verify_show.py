@@ -303,7 +303,7 @@ def test_what_cannot_be_called_is_a_violation_rather_than_an_error_of_the_printe
     gm = add_one()
     call = call_of(gm)
     call.op, call.target = op, target
-    assert verify(gm).ids == ("lint",)
+    assert verify(gm).ids == ("lint", "recompiled")
     assert "Node add target" in verify(gm).violations[0].observed
 
 
