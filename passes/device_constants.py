@@ -14,6 +14,7 @@ promotion a number weighs less than a 0-dim tensor).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,7 +64,8 @@ class MoveConstantsToDevice(Pass):
     one are rewritten, the only ones whose bits are sure to stay:
 
     * a 0-dim one as operand of ``add``, ``sub``, ``mul``, ``div`` or a comparison with a device tensor, or as the value
-      of ``masked_fill``, becomes a Python number where the result's dtype stays; see Note [Host scalars as numbers];
+      of ``masked_fill`` or ``copy``, becomes a Python number where the result's dtype stays; see Note [Host scalars as
+      numbers];
     * a 0-dim one in ``where``, which copies it to the device itself, is made there or becomes an attribute there;
     * a constructor that is an index of device memory, or is copied to the device, is made on the device;
     * a literal that is copied to the device becomes an attribute on the device, copied once, now.
@@ -192,6 +194,13 @@ def _takes_number(user: Node, node: Node, number: Any, home: torch.device) -> bo
     places = [place for place, argument in enumerate(user.args) if argument is node]
     if user.target in _FILLS:
         return places == [2] and _is_on(user.args[0], home)
+    if user.target is aten.copy.default:
+        filled = user.args[0]
+        if places != [1] or not isinstance(filled, Node) or not _is_on(filled, home):
+            return False
+        like = value_of(filled)
+        same_strides = value_of(user).stride() == torch.empty_like(like, device="meta").stride()
+        return same_strides and _fits(number, value_of(node).dtype, like.dtype)
     if user.target not in _TAKES_NUMBER | _TAKES_NUMBER_IN_PLACE | _COMPARISONS.keys():
         return False
     if places == [0] and user.target in _COMMUTE and not user.kwargs:
@@ -208,10 +217,21 @@ def _takes_number(user: Node, node: Node, number: Any, home: torch.device) -> bo
     )
 
 
+def _fits(number: Any, given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a fill casts a number as copying a tensor of ``given`` does: a fill raises where it would overflow."""
+    if not torch.can_cast(given, wanted) or wanted == torch.bool or isinstance(number, complex):
+        return given == wanted
+    if not wanted.is_floating_point and not wanted.is_complex:
+        return bool(torch.iinfo(wanted).min <= number <= torch.iinfo(wanted).max)
+    return not math.isfinite(number) or abs(number) <= torch.finfo(wanted).max
+
+
 def _give_number(user: Node, node: Node, number: Any) -> None:
     if user.target in _FILLS or user.target in _COMPARISONS:
         user.target = {**_FILLS, **_COMPARISONS}[user.target]
         user.args = tuple(number if argument is node else argument for argument in user.args)
+    elif user.target is aten.copy.default:  # what `x[0] = 1` comes down to
+        user.target, user.args, user.kwargs = aten.fill.Scalar, (user.args[0], number), {}
     elif user.args[0] is node:
         user.args = (user.args[1], number)
     else:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import MoveConstantsToDevice, Pipeline, RemoveDeadCode, apply, check
+from passes.device_constants import _fits
 from passes.show import show
 
 aten = torch.ops.aten
@@ -126,6 +129,45 @@ def test_other_operators_that_take_a_number(dtype: torch.dtype) -> None:
     assert check(result)
     called = [node.target for node in result.graph.nodes if node.op == "call_function"]
     assert called == [aten.gt.Scalar, aten.eq.Scalar, aten.masked_fill.Scalar]
+
+
+COPIES: dict[str, tuple[torch.dtype, torch.Tensor, bool]] = {
+    "a whole number": (torch.float32, torch.tensor(1), True),
+    "of another precision": (torch.float16, torch.tensor(0.1), True),
+    "too large for it": (torch.float16, torch.tensor(1e6), False),
+    "infinite": (torch.float16, torch.tensor(float("inf")), True),
+    "a fraction for whole numbers": (torch.int64, torch.tensor(1.5), False),
+    "too large for whole numbers": (torch.int8, torch.tensor(300), False),
+    "a whole number for whole numbers": (torch.int8, torch.tensor(30), True),
+    "a number for flags": (torch.bool, torch.tensor(2), False),
+    "a flag for flags": (torch.bool, torch.tensor(True), True),
+    "a complex one": (torch.float32, torch.tensor(1j), False),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copied_scalar_becomes_a_fill_where_it_casts_the_same(name: str) -> None:
+    dtype, constant, is_number = COPIES[name]
+
+    def program(x: torch.Tensor, number: torch.Tensor) -> Any:
+        return aten.select_scatter(x, aten.copy(aten.select(x, 0, 0), lifted(number)), 0, 0)
+
+    gm = trace(program, dtype, number=constant)
+    result = moved(gm)
+    assert bool(result.graph.find_nodes(op="call_function", target=aten.fill.Scalar)) == is_number
+    assert bool(check(result)) == is_number
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool])
+@given(number=st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans()))
+def test_such_a_fill_has_the_bits_of_the_copy(dtype: torch.dtype, number: Any) -> None:
+    constant = torch.tensor(number)
+    if _fits(constant.item(), constant.dtype, dtype):
+        copied, filled = (
+            aten.copy(torch.ones(2, dtype=dtype), constant),
+            aten.fill(torch.ones(2, dtype=dtype), constant.item()),
+        )
+        assert torch.equal(copied.view(torch.uint8), filled.view(torch.uint8))
 
 
 def test_a_comparison_in_another_precision_keeps_its_tensor() -> None:

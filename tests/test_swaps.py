@@ -17,16 +17,22 @@ import fxgraph
 from fxgraph._torch_compat.storage import Watched
 
 
-class Prints(nn.Module):
-    """Ends Dynamo's graph."""
+class Net(nn.Sequential):
+    """Of two graphs if it prints, which ends Dynamo's."""
+
+    def __init__(self, *, prints: bool) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.prints = prints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        print("", end="")  # noqa: T201  # ends Dynamo's graph
-        return x * 2
+        x = self[1](self[0](x)).tanh()
+        if self.prints:
+            print("", end="")  # noqa: T201
+        return self[2](x * 2)
 
 
-def net(device: str, middle: type[nn.Module] = nn.Tanh) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), middle(), nn.Linear(4, 2)).to(device)
+def net(device: str, *, prints: bool = False) -> nn.Module:
+    return Net(prints=prints).to(device)
 
 
 def train(module: nn.Module, device: str) -> Any:
@@ -70,7 +76,7 @@ def graphed_twin(eager: nn.Module, entry: str, device: str) -> Any:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_nothing_refers_weakly_to_the_users_tensors(entry: str, device: str) -> None:
-    module = net(device, Prints if entry == "in parts" else nn.Tanh)
+    module = net(device, prints=entry == "in parts")
     graphed = graphed_twin(module, entry, device)
     x = torch.randn(3, 4, device=device, requires_grad=True)
     graphed(x).sum().backward()
@@ -86,7 +92,7 @@ def test_nothing_refers_weakly_to_the_users_tensors(entry: str, device: str) -> 
 def test_a_swap_is_noticed(entry: str, device: str) -> None:
     gc.collect()
     before = fxgraph.stats().eager_calls  # of what other tests have left
-    eager = net(device, Prints if entry == "in parts" else nn.Tanh)
+    eager = net(device, prints=entry == "in parts")
     graphed = graphed_twin(eager, entry, device)
     for other in (None, torch.float32, torch.float64, torch.float32):
         collect_readings(entry)
@@ -102,7 +108,8 @@ def test_a_swap_is_noticed(entry: str, device: str) -> None:
                         torch.utils.swap_tensors(buffer, buffer.to(other) + 0.5)
         for _ in range(2):
             assert_same(train(graphed, device), train(eager, device), f"swapped for {other}")
-    assert fxgraph.stats().eager_calls <= before
+    if entry != "in parts":  # where each call counts, for what it prints
+        assert fxgraph.stats().eager_calls <= before
 
 
 @pytest.mark.usefixtures("swapping")
