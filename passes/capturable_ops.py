@@ -81,6 +81,8 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} {algebra}"
         if name == "segment_reduce" and _checks_lengths(node):
             return f"{describe_call(node)} without unsafe=True checks the lengths on the host"
+        if name == "isin" and _keyword(node, "assume_unique") and _looked_for_by_sorting(node):
+            return f"{describe_call(node)} sorts, and copies a flag of the host's into the result"
         if _reads_scalar(op):
             return f"{describe_call(node)} reads a tensor's value on the host"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
@@ -122,7 +124,7 @@ class DataDependentShape(OpConstraint):
     why: ClassVar[str] = "a replay launches the same kernels on the same sizes every time"
     hint: ClassVar[str] = (
         "use a form of fixed size: torch.where or masked_fill for a mask, output_size= for repeat_interleave, "
-        "minlength with one_hot().sum() for bincount, topk for a selection, assume_unique=True for isin"
+        "minlength with one_hot().sum() for bincount, topk for a selection, searchsorted for isin"
     )
     expected: ClassVar[str] = "an output shape that follows from the input shapes"
 
@@ -133,7 +135,7 @@ class DataDependentShape(OpConstraint):
             return describe_call(node)
         if name in op_lists.SELECTING:
             return f"{describe_call(node)} selects by a mask"
-        if name == "isin" and (many := _looked_for_by_unique(node)):
+        if name == "isin" and not _keyword(node, "assume_unique") and (many := _looked_for_by_sorting(node)):
             return f"{describe_call(node)} with {many} values to look for"
         if name in _INDEXING:
             mask = next((index for index in _indices(node) if is_mask(index)), None)
@@ -363,12 +365,12 @@ def _checks_lengths(node: Node) -> bool:
     return has_lengths and not _keyword(node, "unsafe")
 
 
-def _looked_for_by_unique(node: Node) -> int:
+def _looked_for_by_sorting(node: Node) -> int:
     """How many values an ``isin`` looks for, if they are so many that it sorts them, and 0 else."""
     elements, wanted = (argument(node, name, place) for place, name in enumerate(("elements", "test_elements")))
     number = isinstance(elements, (int, float, complex))
     sizes, wanted_sizes = (() if number else _sizes(elements)), _sizes(wanted)
-    if sizes is None or wanted_sizes is None or _keyword(node, "assume_unique"):
+    if sizes is None or wanted_sizes is None:
         return 0
     count, many = math.prod(sizes), math.prod(wanted_sizes)
     # ATen's own bound (aten/src/ATen/native/TensorCompare.cpp), and numpy's.

@@ -48,6 +48,7 @@ _FILLS = {
     aten.masked_fill.Tensor: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
 }
+_WRITES = frozenset({aten.fill.Tensor, aten.copy.default})  # what `x[0] = 1` comes down to
 _COMMUTE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 _FEW = 4096  # elements of a constant that is computed when the graph is rewritten
 _CPU = torch.device("cpu")
@@ -64,8 +65,8 @@ class MoveConstantsToDevice(Pass):
     one are rewritten, the only ones whose bits are sure to stay:
 
     * a 0-dim one as operand of ``add``, ``sub``, ``mul``, ``div`` or a comparison with a device tensor, or as the value
-      of ``masked_fill`` or ``copy``, becomes a Python number where the result's dtype stays; see Note [Host scalars as
-      numbers];
+      of ``masked_fill``, ``fill`` or ``copy``, becomes a Python number where the result's dtype stays; see Note
+      [Host scalars as numbers];
     * a 0-dim one in ``where``, which copies it to the device itself, is made there or becomes an attribute there;
     * a constructor that is an index of device memory, or is copied to the device, is made on the device;
     * a literal that is copied to the device becomes an attribute on the device, copied once, now.
@@ -194,10 +195,12 @@ def _takes_number(user: Node, node: Node, number: Any, home: torch.device) -> bo
     places = [place for place, argument in enumerate(user.args) if argument is node]
     if user.target in _FILLS:
         return places == [2] and _is_on(user.args[0], home)
-    if user.target is aten.copy.default:
+    if user.target in _WRITES:
         filled = user.args[0]
         if places != [1] or not isinstance(filled, Node) or not _is_on(filled, home):
             return False
+        if user.target is aten.fill.Tensor:  # which fills with the number, if its tensor is on another device
+            return True
         like = value_of(filled)
         same_strides = value_of(user).stride() == torch.empty_like(like, device="meta").stride()
         return same_strides and _fits(number, value_of(node).dtype, like.dtype)
@@ -230,7 +233,7 @@ def _give_number(user: Node, node: Node, number: Any) -> None:
     if user.target in _FILLS or user.target in _COMPARISONS:
         user.target = {**_FILLS, **_COMPARISONS}[user.target]
         user.args = tuple(number if argument is node else argument for argument in user.args)
-    elif user.target is aten.copy.default:  # what `x[0] = 1` comes down to
+    elif user.target in _WRITES:
         user.target, user.args, user.kwargs = aten.fill.Scalar, (user.args[0], number), {}
     elif user.args[0] is node:
         user.args = (user.args[1], number)

@@ -454,7 +454,13 @@ SIZES: dict[str, tuple[Any, tuple[tuple[int, ...], ...], dict[str, Any], str | N
     "looks for 10": (aten.isin.Tensor_Tensor, ((1,), (10,)), {}, "with 10 values to look for"),
     "looks for 10 in more": (aten.isin.Tensor_Tensor, ((2,), (10,)), {}, None),
     "looks for 10 in nothing": (aten.isin.Tensor_Tensor, ((0,), (10,)), {}, None),
-    "looks for 10, said to be unique": (aten.isin.Tensor_Tensor, ((1,), (10,)), {"assume_unique": True}, None),
+    "looks for 9, said to be unique": (aten.isin.Tensor_Tensor, ((1,), (9,)), {"assume_unique": True}, None),
+    "looks for 10, said to be unique": (
+        aten.isin.Tensor_Tensor,
+        ((1,), (10,)),
+        {"assume_unique": True},
+        "sorts, and copies a flag of the host's into the result",
+    ),
     "derivative of masked_scatter": (aten.masked_scatter_backward.default, ((4,), (4,)), {}, "selects by a mask"),
 }
 

@@ -377,7 +377,8 @@ BORDERS: dict[str, tuple[Any, Any, bool]] = {
     "isin, 9": (lambda x, y: torch.isin(x, y), whole(1, 9), True),
     "isin, 10": (lambda x, y: torch.isin(x, y), whole(1, 10), False),
     "isin, 10 in two": (lambda x, y: torch.isin(x, y), whole(2, 10), True),
-    "isin, unique": (lambda x, y: torch.isin(x, y, assume_unique=True), whole(5, 20), True),
+    "isin, unique": (lambda x, y: torch.isin(x, y, assume_unique=True), whole(5, 20), False),
+    "isin, 9, unique": (lambda x, y: torch.isin(x, y, assume_unique=True), whole(1, 9), True),
     "segments, checked": (lambda x, n: torch.segment_reduce(x, "sum", lengths=n), segments, False),
     "segments": (lambda x, n: torch.segment_reduce(x, "sum", lengths=n, unsafe=True), segments, True),
 }

@@ -158,6 +158,17 @@ def test_a_copied_scalar_becomes_a_fill_where_it_casts_the_same(name: str) -> No
     assert bool(check(result)) == is_number
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+def test_a_fill_takes_its_number_as_such(dtype: torch.dtype) -> None:
+    def program(x: torch.Tensor, number: torch.Tensor) -> Any:
+        return aten.select_scatter(x, aten.fill(aten.select(x, 0, 0), lifted(number)), 0, 0)
+
+    result = moved(trace(program, dtype, number=torch.tensor(2.5)))
+    assert check(result)
+    (call,) = result.graph.find_nodes(op="call_function", target=aten.fill.Scalar)
+    assert call.args[1] == 2.5
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool])
 @given(number=st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans()))
 def test_such_a_fill_has_the_bits_of_the_copy(dtype: torch.dtype, number: Any) -> None:

@@ -17,18 +17,19 @@ import fxgraph
 from fxgraph._torch_compat.storage import Watched
 
 
-class Net(nn.Sequential):
+class Net(nn.Module):
     """Of two graphs if it prints, which ends Dynamo's."""
 
     def __init__(self, *, prints: bool) -> None:
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
         self.prints = prints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self[1](self[0](x)).tanh()
+        x = self.norm(self.first(x)).tanh()
         if self.prints:
             print("", end="")  # noqa: T201
-        return self[2](x * 2)
+        return self.last(x * 2)
 
 
 def net(device: str, *, prints: bool = False) -> nn.Module:
