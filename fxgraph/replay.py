@@ -36,6 +36,7 @@ from .errors import DoubleBackwardError, ReplayError, add_note
 from .partial import PartialBackward
 from .plan import Plan
 from .slots import Capture, Lease, Slot
+from .trace import second_derivative_of_function
 
 
 class Call:
@@ -615,6 +616,8 @@ def _eager_backward(
             expected="a forward that gives the same values when it runs a second time",
             hint="run this callable eagerly where you need that: fxgraph.ungraph(callable)",
         )
+    if create_graph and plan.joint.one_layout:
+        raise second_derivative_of_function(what)
     changed = [
         str(plan.inputs[i])
         for i, (tensor, version) in enumerate(zip(call.inputs, call.versions, strict=True))

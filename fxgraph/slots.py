@@ -322,6 +322,8 @@ class Capture:
         self.saved_addresses = tuple(inputs[i].data_ptr() for i in plan.saved_live)
         # A Parameter has no history (were one given some, in place, a call would only be kept longer than it should).
         self.may_have_history = [i for i in plan.gradient_of if not isinstance(inputs[i], torch.nn.Parameter)]
+        # A leaf can only be written behind autograd's back (`weight.detach().mul_(2)`): eager refuses anything else.
+        self.leaf_updates = frozenset(i for i, _ in plan.updates if _is_differentiable_leaf(inputs[i]))
         self._live = [Watched.of(tensor) for tensor in live]
         self.slots: list[Slot] = []
         self.places = Places(large_inputs(plan, inputs), self._affordable_places)
@@ -336,6 +338,12 @@ class Capture:
         """Whether backward regions are captured that accumulate. They are made of the plan's own graph, so inductor's
         are not: what they give is accumulated by hand."""
         return self.accumulator is not None and self.regions.backward is self.plan.backward
+
+    def writes_leaf(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a call would change a leaf that requires grad where it was captured with another tensor there."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(_is_differentiable_leaf(inputs[i]) and i not in self.leaf_updates for i, _ in self.plan.updates)
 
     def lives(self) -> bool:
         """Whether the parameters and buffers that it was captured on are still where they were."""
@@ -452,6 +460,10 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.stride() == other.stride():
         return True
     return all(a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.size(), strict=True))
+
+
+def _is_differentiable_leaf(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf
 
 
 def compact_as(value: torch.Tensor, like: torch.Tensor, compacted: torch.Tensor) -> torch.Tensor:

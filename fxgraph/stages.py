@@ -29,6 +29,7 @@ import passes
 from passes.capturable_tensors import home_device
 from passes.facts import ops_of, overload_of, value_of
 from passes.host_constants import beside_their_users, made_on_host
+from passes.modes import take_out_switches
 from passes.pipeline import copy_graph_module
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
 from passes.values import refresh_values
@@ -94,10 +95,11 @@ class _Builder:
         if not eager and not outputs:
             return self.program(graph, specs, guarded=True)
         lifted, attributes = trace.lift_attributes(graph)
-        lifted = copy_graph_module(lifted)
+        lifted, after = copy_graph_module(lifted), trace.grad_mode_after(graph)
         renamed = dict(zip(ops_of(graph), ops_of(lifted), strict=True))
         reasons = {renamed[node]: reason for node, reason in eager.items()}
         outputs = [renamed[node] for node in outputs if node in renamed]
+        take_out_switches(lifted)
         beside: dict[fx.Node, fx.Node] = {}
         if home_device(lifted.graph) is not None:
             beside = beside_their_users(lifted, made_on_host(lifted).difference(reasons))
@@ -117,7 +119,7 @@ class _Builder:
             return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
         if len(set(stages.values())) == 1:
             return self.program(graph, specs, guarded=True)
-        return Stages(lifted, attributes, stages, reasons, specs, self)
+        return Stages(lifted, attributes, stages, reasons, specs, self, after)
 
     def program(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], guarded: bool) -> Program:
         """A program that is cut where an op in it fails to be captured."""
@@ -222,8 +224,9 @@ class Stages:
         reasons: dict[fx.Node, str],
         specs: Sequence[trace.InputSpec],
         builder: _Builder,
+        grad_mode_after: bool | None,
     ) -> None:
-        self._attributes = attributes
+        self._attributes, self._grad_mode_after = attributes, grad_mode_after
         name, pools = builder.name, builder.pools
         glue = split(graph, stages)
         known = dict(zip(glue.graph.find_nodes(op="placeholder"), specs, strict=False))
@@ -254,7 +257,10 @@ class Stages:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """The graph's outputs for these inputs, equal to running it eagerly."""
-        return self._steps(_call, (*inputs, *self._attributes))
+        outputs = self._steps(_call, (*inputs, *self._attributes))
+        if self._grad_mode_after is not None:
+            torch.set_grad_enabled(self._grad_mode_after)
+        return outputs
 
     def prepare(self, inputs: Sequence[Any]) -> Prepared:
         """Capture the forwards for these inputs; the samples of later stages are what the earlier ones give eagerly."""

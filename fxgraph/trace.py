@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import passes
@@ -33,7 +34,7 @@ from ._torch_compat import aot, dynamo, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from ._torch_compat.fx import compile_now
 from ._torch_compat.tracing import fake_mode_of, tracing
-from .errors import FxgraphError, TraceError, add_note
+from .errors import DoubleBackwardError, FxgraphError, TraceError, add_note
 
 
 class InputKind(enum.Enum):
@@ -442,7 +443,8 @@ def export(
         TraceError: ``op-failed``, ``no-fake-impl`` or ``untraceable``.
     """
     try:
-        joint, metadata = _lowered(graph, inputs, for_inductor)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may end in another mode than it begins in
+            joint, metadata = _lowered(graph, inputs, for_inductor)
     except torch._subclasses.fake_tensor.UnsupportedOperatorException as error:
         raise TraceError(
             "no-fake-impl",
@@ -579,9 +581,10 @@ def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
     """A torch-level graph that is right when it runs by itself.
 
     Dynamo leaves keeping the random state of a checkpointed part to the compiler, so run as it is, the part would draw
-    other numbers when it is run again.
+    other numbers when it is run again. And a ``torch.autograd.Function`` has no second derivative there.
     """
-    nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    targets = {_HIGHER_ORDER.tag_activation_checkpoint: _checkpoint, _HIGHER_ORDER.autograd_function_apply: _function}
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target in targets]
     if not nodes:
         compile_now(graph)  # else its forward calls the module itself, which prints a traceback of its own at an error
         return graph
@@ -589,8 +592,11 @@ def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
     renamed: dict[fx.Node, fx.Node] = {}
     copied.output(copied.graph_copy(graph.graph, renamed))
     for node in nodes:
-        renamed[node].target = _checkpoint
+        renamed[node].target = targets[node.target]
     return fx.GraphModule(graph, copied)
+
+
+_HIGHER_ORDER: Any = torch.ops.higher_order
 
 
 def _checkpoint(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -599,6 +605,33 @@ def _checkpoint(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     anchors = [arg.detach().new_empty(0) for arg in args if isinstance(arg, torch.Tensor)]
     chosen = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
     return checkpoint(lambda *_: part.forward(*args), *anchors, **chosen)
+
+
+def _function(*args: Any, **kwargs: Any) -> Any:
+    result = _HIGHER_ORDER.autograd_function_apply(*args, **kwargs)
+    for out in pytree.tree_leaves(result):
+        if isinstance(out, torch.Tensor) and out.grad_fn is not None:
+            out.grad_fn.register_prehook(_refuse_second_derivative)
+    return result
+
+
+def _refuse_second_derivative(_: Any) -> None:
+    if torch.is_grad_enabled():
+        raise second_derivative_of_function("create_graph=True")
+
+
+def second_derivative_of_function(what: str) -> DoubleBackwardError:
+    """The error for ``what``, in words, where a ``torch.autograd.Function`` would have to be differentiated twice.
+
+    Dynamo turns its backward into a graph that takes what was saved as constants: the derivative by these is lost.
+    """
+    return DoubleBackwardError(
+        "double-backward",
+        f"{what} through a graphed callable with a torch.autograd.Function inside",
+        observed="a backward of the user's own, which Dynamo has read as one without a derivative",
+        expected="ops whose backward can be differentiated",
+        hint="run this callable eagerly where you need that: fxgraph.ungraph(callable)",
+    )
 
 
 def detach_outputs(graph: fx.GraphModule, indices: Sequence[int]) -> fx.GraphModule:

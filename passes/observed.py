@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .effects import PURE_NAMESPACES, draws, written_arguments
-from .facts import value_of
+from .facts import tensors_of, value_of
 
 
 @dataclass
@@ -40,9 +40,10 @@ def observe(node: Node) -> Observed | None:
     """Run the call of ``node`` on fakes of its values and return what it did; None where it cannot be run so.
 
     Only functions and methods of torch's and of Python's operators are run, and custom operators; other functions could
-    do anything beside. What depends on data has no fake result.
+    do anything beside. So could those that neither take nor give a tensor, such as switches of modes. What depends on
+    data has no fake result.
     """
-    if not _is_known(node):
+    if not _is_known(node) or not any(map(tensors_of, (node, *node.all_input_nodes))):
         return None
     given = pytree.tree_map_only(Node, value_of, (node.args, node.kwargs))
     if any(isinstance(leaf, Node) and value_of(leaf) is None for leaf in pytree.tree_leaves((node.args, node.kwargs))):

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .effects import is_random, written_inputs
 from .facts import describe_call, name_of, ops_of, overload_of, tensors_of, value_of
+from .modes import SWITCHES, put_switches_around
 from .observed import Observed, observe
 
 
@@ -78,6 +79,7 @@ def split(gm: GraphModule, stages: dict[Node, int]) -> GraphModule:
     stage_of = {renamed[node]: stage for node, stage in stages.items()}
     glue = split_module(ordered, ordered, stage_of.__getitem__, keep_original_order=True)
     for node, submodule in calls_of_stages(glue):
+        put_switches_around(submodule)
         output = submodule.graph.output_node()
         if isinstance(output.args[0], Node):
             output.args = ((output.args[0],),)
@@ -211,15 +213,8 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not wrapped
 
 
-_STATE = {
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
-}
-
-
 def _switches_state(node: Node) -> bool:
-    return node.op == "call_function" and node.target in _STATE
+    return node.op == "call_function" and node.target in SWITCHES
 
 
 _IN_PLACE = {

@@ -16,13 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
 from .facts import ops_of, value_of
+from .modes import SWITCHES
 
 _ASSERT = torch.ops.aten._assert_scalar.default
-_SWITCHES = {
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
-}
 
 
 def refresh_values(gm: GraphModule) -> None:
@@ -47,7 +43,7 @@ def refresh_values(gm: GraphModule) -> None:
 
 
 def _is_no_plain_op(node: Node) -> bool:
-    return node.op == "call_module" or isinstance(node.target, HigherOrderOperator) or node.target in _SWITCHES
+    return node.op == "call_module" or isinstance(node.target, HigherOrderOperator) or node.target in SWITCHES
 
 
 class _Stopped(Exception):

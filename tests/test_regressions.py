@@ -730,3 +730,77 @@ def test_an_output_requires_grad_where_no_input_has_a_gradient(device: str) -> N
     x = torch.randn(0, device=device, requires_grad=True)
     graphed = fxgraph.make_graphed_callables(lambda x: torch.linalg.norm(x, 0), (x,), allow_unused_input=True)
     assert graphed(x).requires_grad
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+@pytest.mark.parametrize("max_in_flight", [1, 8])
+def test_a_second_derivative_of_a_function_of_the_users_is_right_or_refused(
+    entry: str, max_in_flight: int, device: str
+) -> None:
+    """Dynamo reads its backward as one whose saved values are constants: the second derivative was wrong in silence."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return _Square.apply(x.sin())
+
+    def second(function: Any) -> torch.Tensor:
+        x = torch.tensor([0.3, 0.5, 0.7], device=device, requires_grad=True)
+        pending = function(x)  # takes the one slot, so that the next call may run eagerly
+        (first,) = torch.autograd.grad(function(x).exp().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        del pending
+        return x.grad
+
+    options: dict[str, Any] = {"max_in_flight": max_in_flight}
+    if entry == "torch.compile":
+        graphed: Any = torch.compile(f, backend="graphed", options=options)
+    else:
+        graphed = fxgraph.make_graphed_callables(
+            f, (torch.ones(3, device=device, requires_grad=True),), options=options
+        )
+    try:
+        found = second(graphed)
+    except fxgraph.DoubleBackwardError as error:
+        assert error.id == "double-backward"
+        assert "torch.autograd.Function" in str(error)
+    else:
+        assert torch.equal(found, second(f))
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[0].fill_(3.0)])
+def test_a_leaf_is_not_changed_in_place_by_a_capture_made_with_another_tensor(
+    change: Any, entry: str, device: str
+) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        change(x)
+        return x * 2
+
+    sample = torch.zeros(3, device=device)
+    graphed = (
+        torch.compile(f, backend="graphed")
+        if entry == "torch.compile"
+        else fxgraph.make_graphed_callables(f, (sample,))
+    )
+    graphed(torch.zeros(3, device=device, requires_grad=True) * 1)
+    leaf = torch.zeros(3, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place operation"):
+        graphed(leaf)
+    assert torch.equal(leaf.detach(), torch.zeros(3, device=device))
+    for function in (graphed, f):
+        assert function(torch.zeros(3, device=device, requires_grad=True) * 1).grad_fn is not None
