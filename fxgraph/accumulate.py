@@ -38,7 +38,7 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 
 from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only, untouched
-from ._torch_compat.storage import addresses, use_counts
+from ._torch_compat.storage import addresses, references, use_counts
 from .engines import Engine, Pool
 from .engines.base import copy_all, copy_laid_out
 from .errors import ReplayError
@@ -64,7 +64,7 @@ class StaticGradient:
         renewals: how often one of them has got other memory.
     """
 
-    __slots__ = ("__weakref__", "base", "baseline", "handed", "memory", "storage")
+    __slots__ = ("__weakref__", "base", "baseline", "handed", "memory", "references", "storage")
 
     renewals: ClassVar[int] = 0
 
@@ -82,6 +82,7 @@ class StaticGradient:
         self.handed: torch.Tensor | None = None
         self.storage = self.base.untyped_storage()
         (self.baseline,) = use_counts([self.storage._cdata])
+        (self.references,) = references([self.storage])
         StaticGradient.renewals += 1
 
     @property
@@ -134,7 +135,7 @@ class _Places:
 
     renewals: int
     memory: list[torch.Tensor]
-    alive: list[torch.UntypedStorage]
+    statics: Sequence[StaticGradient]
     addresses: list[int]
     strides: list[tuple[int, ...]]
     storages: list[int]
@@ -145,7 +146,7 @@ class _Places:
         return cls(
             StaticGradient.renewals,
             [static.memory for static in statics],
-            [static.storage for static in statics],
+            statics,
             [static.base.data_ptr() for static in statics],
             [static.base.stride() for static in statics],
             [static.storage._cdata for static in statics],
@@ -154,7 +155,7 @@ class _Places:
 
     def moved(self) -> bool:
         """Whether somebody has given one of them other memory."""
-        return addresses(self.alive) != self.addresses
+        return addresses([static.storage for static in self.statics]) != self.addresses
 
 
 class Accumulator:
@@ -267,11 +268,12 @@ class Accumulator:
         storages, baselines = places.storages, places.baselines
         if len(missing) < len(storages):
             storages, baselines = [storages[k] for k in missing], [baselines[k] for k in missing]
-        counts = use_counts(storages)
-        if counts == baselines:
+        statics = [self.statics[k] for k in missing]
+        counts, named = use_counts(storages), references([static.storage for static in statics])
+        if counts == baselines and named == [static.references for static in statics]:
             return True
-        for k, count, baseline in zip(missing, counts, baselines, strict=True):
-            if count != baseline:
+        for k, static, count, baseline, now in zip(missing, statics, counts, baselines, named, strict=True):
+            if count != baseline or now != static.references:
                 self.statics[k].renew(self._engine, self._pool, parameters[k])
         return False
 

@@ -746,6 +746,7 @@ class _Square(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # and looks
 @pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
 @pytest.mark.parametrize("max_in_flight", [1, 8])
 def test_a_second_derivative_of_a_function_of_the_users_is_right_or_refused(

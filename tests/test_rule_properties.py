@@ -237,7 +237,9 @@ def no_value(gm: GraphModule, choice: int) -> None:
     known = [
         node
         for node in calls_of(gm)
-        if node.all_input_nodes and all("val" in source.meta for source in node.all_input_nodes)
+        if node.all_input_nodes
+        and all("val" in source.meta for source in node.all_input_nodes)
+        and (node.users or not node.target._schema.is_mutable)  # a write-back need not have one
     ]
     assume(known)
     del known[choice % len(known)].meta["val"]

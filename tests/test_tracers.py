@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -274,3 +275,16 @@ def test_sizes_that_dynamo_leaves_open_stay_open() -> None:
     for one, other in zip(got, program(x, torch.ones(5, 2)), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(given[2], x)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch.export's own
+def test_passes_take_a_decomposed_export_with_write_backs() -> None:
+    """torch.export leaves the write-backs of BatchNorm's statistics without values."""
+    torch.manual_seed(0)
+    module, x = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)), torch.randn(4, 3)
+    eager = copy.deepcopy(module)  # an exported module shares its buffers with the original
+    gm = torch.export.export(module, (x,)).run_decompositions().module()
+    expected, statistics = eager(x), eager[1].running_mean
+    lowered = apply(gm, [LowerToAten((x,))])
+    torch.testing.assert_close(lowered(x), expected)
+    torch.testing.assert_close(dict(lowered.named_buffers())["1.running_mean"], statistics)
