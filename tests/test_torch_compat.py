@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -1135,3 +1136,28 @@ def test_torchs_graph_modules_can_generate_their_code_later() -> None:
     compile_now(made)
     assert type(made).forward is not type(made)._lazy_forward
     assert lazy_graph_module(graph, graph.graph)(2) == made(2) == 3
+
+
+def test_threads_that_take_turns_at_lazy_graph_modules_leave_torchs_flag_as_it_was() -> None:
+    before = torch.fx._lazy_graph_module._use_lazy_graph_module_flag
+    inside, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with code_later():
+            inside.set()
+            leave.wait(10)
+
+    def second() -> None:
+        inside.wait(10)
+        with code_later():
+            pass
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    inside.wait(10)
+    threads[1].join(0.2)  # it has come in by now, where nothing keeps it out
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert torch.fx._lazy_graph_module._use_lazy_graph_module_flag == before

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 
-def code_later() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def code_later() -> Iterator[None]:
     """Graph modules that torch makes inside generate their code when they are first called, or by
-    :func:`compile_now`: the code of a graph that is cut or changed next is never asked for."""
-    manager: contextlib.AbstractContextManager[Any] = _use_lazy_graph_module(True)
-    return manager
+    :func:`compile_now`: the code of a graph that is cut or changed next is never asked for.
+
+    Torch has one flag for that in the process, which each user puts back to what it found: two threads that take turns
+    at it would leave it on for ever. Dynamo changes it under this lock.
+    """
+    with compile_lock, _use_lazy_graph_module(True):
+        yield
 
 
 def lazy_graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
