@@ -38,7 +38,7 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 
 from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only, untouched
-from ._torch_compat.storage import addresses, references, use_counts
+from ._torch_compat.storage import addresses, use_counts
 from .engines import Engine, Pool
 from .engines.base import copy_all, copy_laid_out
 from .errors import ReplayError
@@ -64,7 +64,7 @@ class StaticGradient:
         renewals: how often one of them has got other memory.
     """
 
-    __slots__ = ("__weakref__", "base", "baseline", "handed", "memory", "references", "storage")
+    __slots__ = ("__weakref__", "base", "baseline", "handed", "memory", "storage")
 
     renewals: ClassVar[int] = 0
 
@@ -82,7 +82,6 @@ class StaticGradient:
         self.handed: torch.Tensor | None = None
         self.storage = self.base.untyped_storage()
         (self.baseline,) = use_counts([self.storage._cdata])
-        (self.references,) = references([self.storage])
         StaticGradient.renewals += 1
 
     @property
@@ -135,7 +134,7 @@ class _Places:
 
     renewals: int
     memory: list[torch.Tensor]
-    statics: Sequence[StaticGradient]
+    alive: list[torch.UntypedStorage]
     addresses: list[int]
     strides: list[tuple[int, ...]]
     storages: list[int]
@@ -146,7 +145,7 @@ class _Places:
         return cls(
             StaticGradient.renewals,
             [static.memory for static in statics],
-            statics,
+            [static.storage for static in statics],
             [static.base.data_ptr() for static in statics],
             [static.base.stride() for static in statics],
             [static.storage._cdata for static in statics],
@@ -155,7 +154,7 @@ class _Places:
 
     def moved(self) -> bool:
         """Whether somebody has given one of them other memory."""
-        return addresses([static.storage for static in self.statics]) != self.addresses
+        return addresses(self.alive) != self.addresses
 
 
 class Accumulator:
@@ -268,12 +267,11 @@ class Accumulator:
         storages, baselines = places.storages, places.baselines
         if len(missing) < len(storages):
             storages, baselines = [storages[k] for k in missing], [baselines[k] for k in missing]
-        statics = [self.statics[k] for k in missing]
-        counts, named = use_counts(storages), references([static.storage for static in statics])
-        if counts == baselines and named == [static.references for static in statics]:
+        counts = use_counts(storages)
+        if counts == baselines:
             return True
-        for k, static, count, baseline, now in zip(missing, statics, counts, baselines, named, strict=True):
-            if count != baseline or now != static.references:
+        for k, count, baseline in zip(missing, counts, baselines, strict=True):
+            if count != baseline:
                 self.statics[k].renew(self._engine, self._pool, parameters[k])
         return False
 

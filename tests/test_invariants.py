@@ -517,35 +517,6 @@ def test_i2_an_output_that_the_backward_needs_changed_in_place_is_autograds_erro
     assert_same(x.grad, y.detach())
 
 
-@pytest.mark.parametrize("grads", ["autograd", "in_graph"])
-@pytest.mark.parametrize("warm", [1, 3])
-def test_i2_memory_that_a_storage_object_holds_is_not_overwritten(grads: str, warm: int, device: str) -> None:
-    module = Mlp().to(device)
-    graphed = make_graphed_callables(module, (rows(device, grad=True),), options={"grads": grads})
-
-    def step(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        x = (rows(device) * factor).requires_grad_()
-        graphed.zero_grad()
-        y = graphed(x)
-        y.square().sum().backward()
-        return x, y
-
-    for _ in range(warm):
-        x, y = step(1.0)
-    tensors = [y.detach(), x.grad, *[p.grad for p in graphed.parameters()]]
-    held = [tensor.untyped_storage() for tensor in tensors]
-    values = [storage.cpu().tolist() for storage in held]
-    del x, y, tensors
-    for _ in range(3):
-        step(5.0)
-    assert [storage.cpu().tolist() for storage in held] == values
-    before = fxgraph.stats(graphed).replays
-    del held
-    for _ in range(3):
-        step(1.0)
-    assert fxgraph.stats(graphed).replays == before + 3
-
-
 # == I3: a slot is not used again between a forward and its backward ===================================================
 
 

@@ -19,11 +19,6 @@ def use_counts(storages: Sequence[int]) -> list[int]:
     return list(map(_use_count, storages))
 
 
-def references(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """How many references there are to each of these objects of Python's, of which a storage has one at most."""
-    return list(map(sys.getrefcount, storages))
-
-
 _address = torch.UntypedStorage.data_ptr
 
 
@@ -44,32 +39,26 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 class Held:
     """Watches the storages of some tensors: is anybody else holding one of them, or has given it other memory?
 
-    It keeps the storages alive, and takes as the baseline the counts at the moment of its making, when only the slot
-    holds them. Views, detached tensors and autograd's saved variables all count in the storage's own count, and whoever
-    has the storage as an object of Python's (``tensor.untyped_storage()``) in that object's.
+    It keeps the storages alive, and takes as the baseline the count at the moment of its making, when only the slot
+    holds them. Views, detached tensors and autograd's saved variables all count.
     """
 
-    __slots__ = ("_addresses", "_baselines", "_cdata", "_references", "_storages")
+    __slots__ = ("_addresses", "_baselines", "_cdata", "_storages")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._storages = [tensor.untyped_storage() for tensor in tensors]
         self._addresses = addresses(self._storages)
         self._cdata = [storage._cdata for storage in self._storages]
         self._baselines = use_counts(self._cdata)
-        self._references = references(self._storages)
 
     def any(self) -> bool:
         """Whether at least one of the storages is not ours alone, where it was."""
-        return (
-            use_counts(self._cdata) != self._baselines
-            or addresses(self._storages) != self._addresses
-            or references(self._storages) != self._references
-        )
+        return use_counts(self._cdata) != self._baselines or addresses(self._storages) != self._addresses
 
     def which(self) -> list[int]:
         """Indices of the tensors whose storages are not ours alone, where they were."""
-        now = zip(use_counts(self._cdata), addresses(self._storages), references(self._storages), strict=True)
-        then = zip(self._baselines, self._addresses, self._references, strict=True)
+        now = zip(use_counts(self._cdata), addresses(self._storages), strict=True)
+        then = zip(self._baselines, self._addresses, strict=True)
         return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other]
 
 
