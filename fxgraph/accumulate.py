@@ -37,13 +37,15 @@ import torch
 from torch import fx
 from torch.utils.dlpack import from_dlpack
 
+from passes.facts import output_args
+
 from ._torch_compat.autograd import accumulated_elsewhere, foreach_add_, hooked, kernels_only, untouched
 from ._torch_compat.storage import addresses, use_counts
 from .engines import Engine, Pool
 from .engines.base import copy_all, copy_laid_out
 from .errors import ReplayError
 from .plan import Plan, picker
-from .trace import InputKind, output_args
+from .trace import InputKind
 
 Pattern = tuple[bool, ...]
 """Which of the parameters have a ``.grad`` already."""
@@ -277,16 +279,12 @@ class Accumulator:
 
     def hand_out(self, parameters: Sequence[torch.Tensor], there: Pattern) -> None:
         """After a region has run: set the gradients that it has written, count a version of those it has added to."""
-        if True not in there:
-            for parameter, static in zip(parameters, self.statics, strict=True):
-                parameter.grad = static.handed = static.base.data  # its versions count from 0, as a new gradient's do
-            return
         grown: list[torch.Tensor] = []
         for parameter, static, is_there in zip(parameters, self.statics, there, strict=True):
             if is_there and parameter.grad is not None:
                 grown.append(parameter.grad)
             else:
-                parameter.grad = static.handed = static.base.data
+                parameter.grad = static.handed = static.base.data  # its versions count from 0, as a new gradient's do
         if grown:
             torch.autograd.graph.increment_version(grown)
 

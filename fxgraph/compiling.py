@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from passes.aliasing import Aliases
+from passes.facts import output_args
 
 from ._torch_compat import inductor
 from ._torch_compat.autograd import kernels_only
 from .engines import Region
 from .plan import Plan
-from .trace import output_args
 
 CannotCompile = inductor.CannotCompile
 

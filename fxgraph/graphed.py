@@ -305,11 +305,13 @@ class GraphedCallable:
             return self._run_failing(dynamo.failure_of_op(error), trace.user_line(error), args, kwargs)
         first = self._break not in self.eager_reasons
         self.eager_reasons[self._break] += 1
-        parts = [p for p in PROGRAMS if p.pools is self.pools and p.name.endswith(self.name)]
-        if first and not any(part.captures for part in parts):
+        if first and not self._captures_parts():
             message = f"fxgraph: nothing of {self.name} is captured: {self._break}. {_NOTHING_AROUND}"
             warnings.warn(message, EagerFallbackWarning, stacklevel=4)
         return result
+
+    def _captures_parts(self) -> bool:
+        return any(p.captures for p in PROGRAMS if p.pools is self.pools and p.name.endswith(self.name))
 
     def _where(self) -> str:
         code = self._plain.__code__

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from passes.effects import is_random
+from passes.facts import output_args
 
 from ._torch_compat import aot
 from .effects import CannotPlan, random_nodes
 from .plan import Plan, drop_forward_draws, for_real_tensors, needed_for, own_memory
-from .trace import JointGraph, OutputKind, output_args
+from .trace import JointGraph, OutputKind
 
 
 @dataclasses.dataclass(frozen=True)

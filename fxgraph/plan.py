@@ -16,6 +16,7 @@ from torch import fx
 
 import passes
 from passes.aliasing import Aliases
+from passes.facts import output_args
 
 from ._torch_compat import aot
 from ._torch_compat.fx import compile_now
@@ -29,7 +30,7 @@ from .effects import (
     undeclared_writes,
     value_matters,
 )
-from .trace import InputSpec, JointGraph, OutputKind, output_args
+from .trace import InputSpec, JointGraph, OutputKind
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 """Takes some elements of a sequence."""

@@ -246,7 +246,7 @@ class Program:
                 tensors = inputs if self._guarded else tuple([x for x in flat if isinstance(x, torch.Tensor)])
                 if capture.plan.written:
                     self._refuse_shared_writes(capture, tensors)
-                    if capture.plan.updates and capture.writes_leaf(tensors):
+                    if capture.writes_leaf(tensors):
                         raise RunEagerly("a leaf that requires grad would be changed in place")
                 where = capture.where(tensors)
                 slot = capture.free_slot(where) or self._slot_for(capture, tensors, where)

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 import passes
 from passes.capturable_tensors import home_device
-from passes.facts import ops_of, overload_of, value_of
+from passes.facts import ops_of, output_args, overload_of, value_of
 from passes.host_constants import beside_their_users, made_on_host
 from passes.modes import take_out_switches
 from passes.pipeline import copy_graph_module
@@ -162,7 +162,7 @@ def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.
 
 def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
     inputs = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
-    return inputs, len(trace.output_args(graph))
+    return inputs, len(output_args(graph))
 
 
 def _uncapturable(graph: fx.GraphModule, report: passes.Report) -> dict[fx.Node, str]:
@@ -312,7 +312,7 @@ def _straight(
             number[user] = len(number)
             gets.append((number[user], index))
         calls.append((targets[str(node.target)], arguments, gets))
-    returned = trace.output_args(glue)
+    returned = output_args(glue)
 
     def run(step: Step, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values: list[Any] = [*inputs, *[None] * (len(number) - len(inputs))]

@@ -10,6 +10,8 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from passes.facts import output_args
+
 from ._torch_compat import joint as meta
 from ._torch_compat.fx import lazy_graph_module
 from .layers import KEPT, Short
@@ -152,7 +154,7 @@ class _Lowered:
         return bool(two.meta.get("seq_nr") == moved)
 
     def _nobody_else_reads(self, forward: list[set[fx.Node]], backward: list[set[fx.Node]]) -> None:
-        results = _results(self.joint)
+        results = output_args(self.joint)
         gradients = results[self.num_forward() :]
         output = self.joint.graph.output_node()
         allowed: list[tuple[Iterable[fx.Node], set[fx.Node]]] = [
@@ -176,7 +178,7 @@ class _Lowered:
 
     def num_forward(self) -> int:
         """How many of the results are the forward's."""
-        results = _results(self.joint)
+        results = output_args(self.joint)
         return int(self.metadata.num_forward_returns) if self.tangents else len(results)
 
     @functools.cached_property
@@ -318,7 +320,7 @@ class _Whole:
                 new.meta[key] = own.meta[name]
 
     def _return(self) -> None:
-        output, results = self.lowered.joint.graph.output_node(), _results(self.lowered.joint)
+        output, results = self.lowered.joint.graph.output_node(), output_args(self.lowered.joint)
         count, descs = self.lowered.num_forward(), list(output.meta["desc"])
         returned = [self.made[value] if isinstance(value, fx.Node) else value for value in results[:count]]
         its_descs = descs[:count]
@@ -335,10 +337,6 @@ class _Whole:
 
 
 _FROM_THE_CALL = {"stack_trace", "nn_module_stack", "source_fn_stack", "custom"}
-
-
-def _results(joint: fx.GraphModule) -> list[Any]:
-    return list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def _is_backward(node: fx.Node) -> bool:

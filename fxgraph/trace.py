@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import passes
 from passes.capturable_ops import host_copy, reads_host_scalar
-from passes.facts import tensors_of, value_of
+from passes.facts import output_args, tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
 
 from . import layers, stitching, weight_casts
@@ -128,11 +128,6 @@ class JointGraph:
         results = output_args(self.gm)
         lines += [f"out  {value}: {spec}" for value, spec in zip(results, self.outputs, strict=True)]
         return "\n".join(lines)
-
-
-def output_args(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """The flat values that a graph returns."""
-    return tuple(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 class PythonTrace:

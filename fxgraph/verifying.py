@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.facts import where_of
+from passes.facts import output_args, where_of
 
 from ._torch_compat.autograd import kernels_only
 from .errors import VerifyError
 from .replay import Call, Runner, copy_of, node_outputs, run
 from .slots import Capture, Slot
-from .trace import first_line, for_eager, output_args
+from .trace import first_line, for_eager
 
 
 def verified(program: Runner, capture: Capture, slot: Slot, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

@@ -67,6 +67,12 @@ def constant_of(node: Node) -> Any:
     return value_of(node)
 
 
+def output_args(gm: GraphModule) -> tuple[Any, ...]:
+    """Return the values that a graph returns as a flat tuple or list."""
+    returned: Any = gm.graph.output_node().args[0]
+    return tuple(returned)
+
+
 def tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
     """Return the tensors in the node's value, in order: fake ones, or the one that an attribute without them holds."""
     value = value_of(node)

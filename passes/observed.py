@@ -8,7 +8,6 @@ tell. Nothing is computed, and no generator moves.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +78,10 @@ def _is_known(node: Node) -> bool:
         return False
     if isinstance(node.target, (OpOverload, OpOverloadPacket)):
         return True
-    module = str(getattr(node.target, "__module__", None) or getattr(operator, "__name__", ""))
-    return module.partition(".")[0] in ("torch", "operator", "_operator", "builtins", "math")
+    module = getattr(node.target, "__module__", None)
+    if module is None:  # of a method of tensors, which is bound to C++
+        return True
+    return str(module).partition(".")[0] in ("torch", "operator", "_operator", "builtins", "math")
 
 
 class _Watch(TorchDispatchMode):

@@ -18,6 +18,7 @@ from fxgraph import trace
 from fxgraph.effects import CannotPlan
 from fxgraph.graphed import as_function
 from fxgraph.plan import Plan
+from passes.facts import output_args
 
 aten = torch.ops.aten
 
@@ -304,7 +305,7 @@ def test_a_backward_of_tangents_alone_keeps_nothing() -> None:
 def test_the_forward_gives_no_more_than_outputs_and_saved_values() -> None:
     plan, _, _ = make(Net(), leaf(5, 2, 4, 4))
     positions = {out.position for out in plan.handed} | {s.index for s in plan.backward_inputs if s.kind == "forward"}
-    assert positions == set(range(len(trace.output_args(plan.forward))))
+    assert positions == set(range(len(output_args(plan.forward))))
 
 
 def test_unused_are_inputs_that_ask_for_a_gradient_and_have_none() -> None:

@@ -16,7 +16,8 @@ from machine import replay as take_course
 from strategies import Blueprint, Setup
 from test_stateful import Machine
 
-from fxgraph import accumulate, asking, engines, graphed, places, plan, program, replay, slots, trace, weight_casts
+from fxgraph import accumulate, asking, engines, graphed, places, plan, program, replay, slots, weight_casts
+from passes.facts import output_args
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, Plant] = {}
@@ -169,7 +170,7 @@ def weights_are_cast_at_every_use(patch: pytest.MonkeyPatch) -> None:
 def outputs_that_do_not_require_grad_do(patch: pytest.MonkeyPatch) -> None:
     def make(joint: Any) -> plan.Plan:
         made = original(joint)
-        floats = [node.meta["val"].is_floating_point() for node in trace.output_args(made.forward)]
+        floats = [node.meta["val"].is_floating_point() for node in output_args(made.forward)]
         made.handed = tuple(plan.Handed(out.position, floats[out.position]) for out in made.handed)
         return made
 

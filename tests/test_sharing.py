@@ -27,32 +27,29 @@ class Block(nn.Module):
         return x + self.factor * self.body(x)
 
 
-@pytest.fixture
-def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows by one with every joint trace."""
+def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every call of this function of ``fxgraph.trace``."""
     made: list[Any] = []
-    original = trace.export
+    original = getattr(trace, name)
 
-    def export(*args: Any, **how: Any) -> trace.JointGraph:
+    def function(*args: Any, **how: Any) -> Any:
         made.append(args)
         return original(*args, **how)
 
-    monkeypatch.setattr(trace, "export", export)
+    monkeypatch.setattr(trace, name, function)
     return made
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every joint trace."""
+    return counted("export", monkeypatch)
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows by one with every function that Dynamo reads."""
-    made: list[Any] = []
-    original = trace.read
-
-    def read(*args: Any, **how: Any) -> trace.PythonTrace:
-        made.append(args)
-        return original(*args, **how)
-
-    monkeypatch.setattr(trace, "read", read)
-    return made
+    return counted("read", monkeypatch)
 
 
 def plans(graphed: Any) -> list[Any]:

@@ -18,6 +18,7 @@ import fxgraph
 from fxgraph import TraceError, make_graphed_callables, trace
 from fxgraph.graphed import as_function
 from fxgraph.trace import InputKind, InputSpec, JointGraph, OutputKind, PythonTrace
+from passes.facts import output_args
 
 IN, OUT = InputKind, OutputKind
 
@@ -106,7 +107,7 @@ def test_each_description_fits_the_placeholder_it_stands_for() -> None:
 
 def test_gradients_are_in_the_order_of_the_inputs_and_none_where_there_is_none() -> None:
     described = joint(Norm(), torch.randn(5, 4))  # x asks for no gradient
-    results = trace.output_args(described.gm)
+    results = output_args(described.gm)
     gradients = {
         spec.index: value for spec, value in zip(described.outputs, results, strict=True) if spec.kind is OUT.GRADIENT
     }

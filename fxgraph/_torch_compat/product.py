@@ -56,20 +56,13 @@ def _without_division(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Te
     return grad * (before * after).conj()
 
 
-class _CumulativeProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
-        result: torch.Tensor = _below_autograd(torch.ops.aten.cumprod.default, x, dim, dtype=dtype)
-        ctx.save_for_backward(x, result)
-        ctx.dim = dim
-        return result
-
+class _CumulativeProduct(_Product):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, result = ctx.saved_tensors
-        dim, grad = ctx.dim, grad.to(x.dtype)
+        (dim,), grad = ctx.dim, grad.to(x.dtype)
         if x.numel() <= 1 or x.size(dim) == 1:
-            return grad.clone(), None, None
+            return None, grad.clone(), None, None
         x, result, zeros = x.conj(), result.conj(), x == 0
         weighted = result * grad
         quotient = _sums_from(weighted, dim) / x
@@ -84,7 +77,7 @@ class _CumulativeProduct(torch.autograd.Function):
         at_first = right.sum(dim, keepdim=True) * left
         until_first = _sums_from(weighted.masked_fill(~before, 0.0), dim) / x
         some = torch.where(first, at_first, torch.where(before, until_first, torch.zeros_like(until_first)))
-        return torch.where(zeros.any(), some, quotient), None, None
+        return None, torch.where(zeros.any(), some, quotient), None, None
 
 
 def _sums_from(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -112,7 +105,7 @@ def _product(op: Any) -> Any:
 def _cumulative_product(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         apply: Any = _CumulativeProduct.apply
-        result: torch.Tensor = apply(x, dim, dtype)
+        result: torch.Tensor = apply(torch.ops.aten.cumprod.default, x, (dim,), dtype)
         return result
     result = _below_autograd(torch.ops.aten.cumprod.default, x, dim, dtype=dtype)
     return result
