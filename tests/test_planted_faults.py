@@ -33,6 +33,7 @@ RARE: dict[str, tuple[Blueprint, Setup, list[Step]]] = {
         Setup(),
         [("without_grad", 3, "plain", "keep"), ("without_grad", 3, "plain", "no_grad")],
     ),
+    "addresses of parameters are not looked at": (_LINEAR, Setup(), [_CALL, ("swap_data", 0), _CALL]),
     "inputs are copied once only": (_LINEAR, Setup(), [_TRAIN, _TRAIN, _TRAIN]),
     "an output without a gradient counts as one of zeros": (
         Blueprint(("linear", "linear"), form="dict"),

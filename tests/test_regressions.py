@@ -805,3 +805,33 @@ def test_a_leaf_is_not_changed_in_place_by_a_capture_made_with_another_tensor(
     assert torch.equal(leaf.detach(), torch.zeros(3, device=device))
     for function in (graphed, f):
         assert function(torch.zeros(3, device=device, requires_grad=True) * 1).grad_fn is not None
+
+
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3)])
+def test_a_gradient_has_the_strides_that_batch_norm_gives_its_result(
+    shape: tuple[int, ...], entry: str, device: str
+) -> None:
+    """Torch's fake tensors say that a transposed input gives a transposed result, which the CPU's kernels do not."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x).clone()
+            y[:, 1:].add_(y[:, :1])
+            return y
+
+    net = Net().to(device)
+    nn.init.normal_(net.norm.weight)
+    x = torch.randn(5, shape[0], *shape[2:], device=device).transpose(0, 1).detach().requires_grad_()
+    nets = [copy.deepcopy(net), net]
+    nets[1] = (
+        torch.compile(net, backend="graphed") if entry == "torch.compile" else fxgraph.make_graphed_callables(net, (x,))
+    )
+    found = [torch.autograd.grad(one(x).square().mean(), [x, *one.parameters()]) for one in nets]
+    for mine, its in zip(found[1], found[0], strict=True):
+        assert mine.stride() == its.stride()
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)

@@ -38,6 +38,7 @@ from fxgraph._torch_compat.autograd import (
     watched,
     will_run,
 )
+from fxgraph._torch_compat.fake_impls import as_kernels_do
 from fxgraph._torch_compat.fx import code_later, compile_now, lazy_graph_module
 from fxgraph._torch_compat.interpreter import OperatorCall
 from fxgraph._torch_compat.layout import suggest_memory_format
@@ -89,6 +90,8 @@ NAMES: list[tuple[str, list[str]]] = [
     ),
     ("torch._from_functional_tensor", []),
     ("torch._subclasses.fake_impls.op_implementations_dict", []),
+    ("torch._subclasses.fake_tensor.FakeTensorMode.cache", []),
+    ("torch._decomp.meta_table", []),
     ("torch._C._AutoDispatchBelowAutograd", []),
     ("torch._dynamo.convert_frame.fullgraph_capture", ["args", "kwargs"]),
     ("torch._dynamo.convert_frame._clear_fake_mode_weakrefs", ["fake_mode"]),
@@ -1136,6 +1139,56 @@ def test_torchs_graph_modules_can_generate_their_code_later() -> None:
     compile_now(made)
     assert type(made).forward is not type(made)._lazy_forward
     assert lazy_graph_module(graph, graph.graph)(2) == made(2) == 3
+
+
+def _looks(values: Any) -> list[Any]:
+    return [value if value is None else (value.dtype, value.shape, value.stride()) for value in values]
+
+
+LAYOUTS = {
+    "plain": lambda: torch.ones(5, 4),
+    "transposed": lambda: torch.ones(4, 5).t(),
+    "sliced": lambda: torch.ones(5, 8)[:, :4],
+    "expanded": lambda: torch.ones(1, 4).expand(5, 4),
+    "sequence": lambda: torch.ones(5, 6, 4).transpose(1, 2),
+    "channels last": lambda: torch.ones(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+    "channels last, 3d": lambda: torch.ones(2, 4, 3, 3, 2).contiguous(memory_format=torch.channels_last_3d),
+    "permuted": lambda: torch.ones(2, 3, 5, 4).permute(0, 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fakes_of_batch_norm_look_as_the_kernels_results(
+    layout: str, dtypes: tuple[torch.dtype, torch.dtype], affine: bool
+) -> None:
+    aten = torch.ops.aten
+    x = LAYOUTS[layout]().to(dtypes[0])
+    weight, bias = (torch.ones(4, dtype=dtypes[1]), torch.zeros(4, dtype=dtypes[1])) if affine else (None, None)
+    mean, var = torch.zeros(4, dtype=dtypes[1]), torch.ones(4, dtype=dtypes[1])
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, 0.1, 1e-5)),
+        (aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, 0.1, 1e-5)),
+    ]
+    for training in (True, False):
+        for op in (
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.default,
+            aten._native_batch_norm_legit_functional.default,
+        ):
+            calls.append((op, (x, weight, bias, mean, var, training, 0.1, 1e-5)))
+        for grad in (x, x.contiguous()):
+            for mask in ([True] * 3, [False, True, True], [True, False, False]):
+                args = (grad, x, weight, mean, var, mean, var, training, 1e-5, mask)
+                calls.append((aten.native_batch_norm_backward.default, args))
+    for op, args in calls:
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            op(*fakes)  # torch remembers what it gave here
+            with as_kernels_do():
+                found = _looks(op(*fakes))
+        assert found == _looks(op(*args)), op
 
 
 def test_threads_that_take_turns_at_lazy_graph_modules_leave_torchs_flag_as_it_was() -> None:

@@ -22,6 +22,7 @@ from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, de
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import inductor
+from .fake_impls import as_kernels_do
 from .functionalize import written_in_place
 from .fx import code_later
 from .product import both_formulas
@@ -118,6 +119,7 @@ def export_joint(
         eager_kernels(_DRAWING if for_inductor else _DECOMPOSED),
         written_in_place(),
         contextlib.nullcontext() if for_inductor else both_formulas(graph),
+        as_kernels_do(),
         functorch_config.patch(functionalize_rng_ops=False),
         torch._guards.tracing(None),
         code_later(),

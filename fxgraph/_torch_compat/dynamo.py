@@ -53,7 +53,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from .fake_impls import masks_broadcast
+from .fake_impls import as_kernels_do
 from .tracing import forget_tensors, tracing
 
 Unsupported = exc.Unsupported
@@ -466,7 +466,7 @@ def read(
         dynamo_timed("fxgraph_read"),
         _modes_cleared(),
         _quiet_backends(),
-        masks_broadcast(),
+        as_kernels_do(),
     ):
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)

@@ -1,30 +1,97 @@
-"""torch's fake ``masked_select``: how many elements it may give.
+"""What torch's fake tensors (``torch._subclasses.fake_impls``) say otherwise than the kernels do.
 
-``torch._subclasses.fake_impls`` takes it to be at most as many as ``self`` has, and Dynamo puts an assertion of that
+``masked_select``: they take it to give at most as many elements as ``self`` has, and Dynamo puts an assertion of that
 into the graph. But a mask may be larger than ``self``, which is expanded then.
+
+Batch norm on the CPU (``aten/src/ATen/native/Normalization.cpp``): they give its result the strides of its input. The
+kernels make it contiguous, or channels last if the input is. A gradient that is computed in the wrong strides is summed
+in another order, and not eager's to the last bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table, meta_table
+from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .layout import suggest_memory_format
+
+Implementation = Callable[..., Any]
+
+aten = torch.ops.aten
+
+_BATCH_NORM = (
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_batch_norm_backward.default,
+)
 
 
 @contextlib.contextmanager
-def masks_broadcast() -> Iterator[None]:
-    """While tracing inside, a masked selection may give as many elements as ``self`` and the mask together have."""
-    op, known = torch.ops.aten.masked_select.default, fake_impls.op_implementations_dict
-    original = known[op]
+def as_kernels_do() -> Iterator[None]:
+    """While tracing inside, fakes look as what the kernels give.
 
-    def masked_select(mode: Any, func: Any, self: torch.Tensor, mask: torch.Tensor) -> Any:
-        return original(mode, func, self.expand(torch.broadcast_shapes(self.shape, mask.shape)), mask)
+    The tables are the process's: one thread at a time changes them, and Dynamo does not read meanwhile.
+    """
+    ours = {
+        aten.masked_select.default: _with_mask(fake_impls.op_implementations_dict[aten.masked_select.default]),
+        **dict.fromkeys(_BATCH_NORM, _batch_norm),
+    }
+    # torch asks a decomposition before an implementation, but not for what has an entry in the table of meta functions.
+    with compile_lock, _with_entries(fake_impls.op_implementations_dict, ours), _with_entries(meta_table, ours):
+        # What torch remembers of these ops' results may be from before.
+        for key in [key for key in FakeTensorMode.cache if key.key[0] in _BATCH_NORM]:
+            FakeTensorMode.cache.pop(key, None)
+        yield
 
-    known[op] = masked_select
+
+@contextlib.contextmanager
+def _with_entries(table: dict[Any, Implementation], entries: dict[Any, Implementation]) -> Iterator[None]:
+    before = {op: table[op] for op in entries if op in table}
+    table.update(entries)
     try:
         yield
     finally:
-        known[op] = original
+        for op in entries:
+            if op in before:
+                table[op] = before[op]
+            else:
+                table.pop(op, None)
+
+
+def _with_mask(original: Implementation) -> Implementation:
+    def masked_select(mode: Any, func: Any, self: torch.Tensor, mask: torch.Tensor) -> Any:
+        return original(mode, func, self.expand(torch.broadcast_shapes(self.shape, mask.shape)), mask)
+
+    return masked_select
+
+
+def _batch_norm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    x = given["input"]
+    parameters = [given.get(name) for name in ("weight", "running_mean", "save_mean")]
+    if x.device.type != "cpu" or x.layout is not torch.strided:
+        with mode:
+            return decomposition_table[func](*args, **kwargs)
+    of_statistics = next((t.dtype for t in parameters if t is not None), x.dtype)
+    with mode:
+        as_input = torch.empty_like(x, memory_format=suggest_memory_format(x))
+        if func is aten.native_batch_norm_backward.default:
+            made = [x.new_empty(x.shape[1], dtype=of_statistics) if one else None for one in given["output_mask"][1:]]
+            return as_input if given["output_mask"][0] else None, *made
+        count = (
+            x.shape[1] if given.get("training", func is not aten._native_batch_norm_legit_no_training.default) else 0
+        )
+        made = [x.new_empty(count, dtype=of_statistics) for _ in range(2)]
+        if func is aten._native_batch_norm_legit_functional.default:
+            made += [torch.empty_like(given[name]) for name in ("running_mean", "running_var")]
+    return as_input, *made
