@@ -94,5 +94,5 @@ def _compile_part(
     del example_inputs
     if len(ops_of(graph)) < options.min_region_ops:
         dynamo.tighten_guards(graph)
-        return trace.for_eager(graph).forward
+        return trace.for_eager(graph)
     return compile_graph(graph, options, pools, name)

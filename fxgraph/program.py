@@ -209,7 +209,7 @@ class Program:
         self.replays = 0
         self._without_inductor: set[str] = set()  # reasons that have been said
         self._aten_only: str | None = None  # why nothing more is captured on inductor's kernels
-        self._eager = trace.for_eager(self.graph).forward  # not __call__, which prints a traceback of the graph's own
+        self._eager = trace.for_eager(self.graph)  # not __call__, which prints a traceback of the graph's own
         self._wrapped_numbers = trace.wrapped_numbers(self.graph)
         self._grad_mode_after = trace.grad_mode_after(self.graph)
         self._autocast = AutocastState.now()
@@ -558,7 +558,7 @@ class Program:
         planned, regions = self._plan(graph, specs, tensors)
         if len(planned.inputs) < len(tensors):  # AOTAutograd has made one of those that share memory
             raise _WritesShared
-        if planned.mutated and trace.for_eager(graph) is not graph:
+        if planned.mutated and trace.has_checkpoint(graph):
             raise RunEagerly("a checkpoint's part, which eager runs twice, may write a buffer")
         device = tensors[0].device  # there is but one: the rules have been judged
         engine = engines.get(engines.name_for(self.options.engine, [device]))

@@ -27,12 +27,13 @@ from torch.utils import _pytree as pytree
 
 import passes
 from passes.capturable_tensors import home_device
-from passes.facts import ops_of, output_args, overload_of, value_of
+from passes.facts import describe_call, ops_of, output_args, overload_of, value_of, where_of
 from passes.host_constants import beside_their_users, made_on_host
 from passes.modes import take_out_switches
 from passes.pipeline import copy_graph_module
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
 from passes.values import refresh_values
+from passes.verify_calls import NOT_ON_FAKES
 
 from . import engines, trace
 from .options import Options
@@ -148,21 +149,41 @@ def _alike(graph: fx.GraphModule, name: str) -> list[fx.Node]:
 def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
     # A pass need not say which fake values its nodes have: on a graph of Dynamo's they can be made anew.
     rules = tuple(rule for rule in passes.WELL_FORMED if rule.id != "missing-fake-value")
-    before = _interface(graph)
+    inputs, outputs = _interface(graph)
     for one in chosen:
+        name = passes.pass_name(one)
         result = passes.Pipeline((one,), rules, on_changed=())(graph)
-        graph, after = result.graph_module, _interface(result.graph_module)
-        if before != after:
-            problem = f"the graph has other inputs, or another number of outputs: {before} before, {after} after"
-            raise passes.PassError(passes.pass_name(one), "ensures", problem)
-        if result.modified:
-            refresh_values(graph)
+        graph = result.graph_module
+        failed = refresh_values(graph) if result.modified else None
+        if failed is not None and not isinstance(failed[1], NOT_ON_FAKES):
+            node, error = failed
+            problem = f"an op of the graph fails: {describe_call(node)} ({where_of(node)}): {trace.first_line(error)}"
+            raise passes.PassError(
+                name, "ensures", problem, diff="".join(step.diff for step in result.steps)
+            ) from error
+        names, results = _interface(graph)
+        if names != inputs or len(results) != len(outputs):
+            problem = (
+                f"its inputs and number of outputs are {names} and {len(results)}, not {inputs} and {len(outputs)}"
+            )
+            raise passes.PassError(name, "ensures", problem)
+        for position, (old, new) in enumerate(zip(outputs, results, strict=True)):
+            if old and new and old != new:
+                raise passes.PassError(name, "ensures", f"output {position} is {new}, not {old}")
     return graph
 
 
-def _interface(graph: fx.GraphModule) -> tuple[list[str], int]:
+def _interface(graph: fx.GraphModule) -> tuple[list[str], list[str]]:
+    """The names of a graph's inputs, and what each output is; empty where that depends on data or is not known."""
     inputs = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
-    return inputs, len(output_args(graph))
+    values = [value_of(out) if isinstance(out, fx.Node) else None for out in output_args(graph)]
+    return inputs, [_look(value) if isinstance(value, torch.Tensor) else "" for value in values]
+
+
+def _look(tensor: torch.Tensor) -> str:
+    if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        return ""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _uncapturable(graph: fx.GraphModule, report: passes.Report) -> dict[fx.Node, str]:
@@ -202,7 +223,7 @@ class EagerStage:
         self.replays = 0
         self.reasons = tuple(dict.fromkeys(reasons))
         self.eager_reasons = collections.Counter(dict.fromkeys(self.reasons, 0))
-        self._run = trace.for_eager(graph).forward
+        self._run = trace.for_eager(graph)
         ALIVE.add(self)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -272,7 +293,7 @@ class Stages:
             whole.used |= part.used
             tensors = [value for value in given if isinstance(value, torch.Tensor)]
             with engines.for_tensors(tensors).unchanged(tensors):
-                return tuple(trace.for_eager(stage.graph).forward(*given))
+                return tuple(trace.for_eager(stage.graph)(*given))
 
         self._steps(step, (*inputs, *self._attributes))
         return whole

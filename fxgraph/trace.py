@@ -28,6 +28,7 @@ import passes
 from passes.capturable_ops import host_copy, reads_host_scalar
 from passes.facts import output_args, tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
+from passes.modes import ending_at_errors
 
 from . import layers, stitching, weight_casts
 from ._torch_compat import aot, dynamo, inductor
@@ -539,11 +540,21 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     """The rules' verdict on a torch-level graph.
 
     AOTAutograd inlines the other higher-order ops, and constants of the CPU in a graph of another device are moved
-    there (:func:`export`): both are judged in the joint graph.
+    there (:func:`export`): both are judged in the joint graph. But what is wrong inside of such an op, of a checkpoint
+    say, is so at the op: it is what would have to run eagerly.
     """
     if graph in _IN_ORDER:  # judged when it was read, and again for each capture
         return passes.Report()
     report = passes.check(graph, passes.CAPTURABLE)
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CONTROL_FLOW:
+            for part in _parts_of(graph, node):
+                report += passes.Report(
+                    tuple(
+                        dataclasses.replace(found, where=dataclasses.replace(found.where, node=node.name))
+                        for found in check_torch_level(part).violations
+                    )
+                )
     if report.ok:
         _IN_ORDER.add(graph)
         return report
@@ -562,6 +573,12 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     return passes.Report(tuple(filter(stands, report.violations)))
 
 
+def _parts_of(graph: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order op is given."""
+    given = [getattr(graph, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    return [part for part in given if isinstance(part, fx.GraphModule)]
+
+
 def on_one_device(joint: fx.GraphModule) -> fx.GraphModule:
     """The joint graph with constants of the CPU moved to the device that it works on, where it works on another."""
     devices = {tensor.device.type for node in joint.graph.nodes for tensor in tensors_of(node)} - {"meta"}
@@ -572,23 +589,27 @@ def on_one_device(joint: fx.GraphModule) -> fx.GraphModule:
     return passes.Pipeline((rewrite, passes.RemoveDeadCode()), on_changed=())(joint).graph_module
 
 
-def for_eager(graph: fx.GraphModule) -> fx.GraphModule:
-    """A torch-level graph that is right when it runs by itself.
+def for_eager(graph: fx.GraphModule) -> Callable[..., Any]:
+    """A torch-level graph as a function that is right when it runs by itself.
 
     Dynamo leaves keeping the random state of a checkpointed part to the compiler, so run as it is, the part would draw
     other numbers when it is run again. And a ``torch.autograd.Function`` has no second derivative there.
     """
-    targets = {_HIGHER_ORDER.tag_activation_checkpoint: _checkpoint, _HIGHER_ORDER.autograd_function_apply: _function}
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target in targets]
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target in _ALONE]
     if not nodes:
         compile_now(graph)  # else its forward calls the module itself, which prints a traceback of its own at an error
-        return graph
+        return ending_at_errors(graph)
     copied = fx.Graph()
     renamed: dict[fx.Node, fx.Node] = {}
     copied.output(copied.graph_copy(graph.graph, renamed))
     for node in nodes:
-        renamed[node].target = targets[node.target]
-    return fx.GraphModule(graph, copied)
+        renamed[node].target = _ALONE[node.target]
+    return ending_at_errors(fx.GraphModule(graph, copied))
+
+
+def has_checkpoint(graph: fx.GraphModule) -> bool:
+    """Whether eager runs a part of a torch-level graph once more in the backward."""
+    return any(node.target is _HIGHER_ORDER.tag_activation_checkpoint for node in graph.graph.nodes)
 
 
 _HIGHER_ORDER: Any = torch.ops.higher_order
@@ -608,6 +629,9 @@ def _function(*args: Any, **kwargs: Any) -> Any:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None:
             out.grad_fn.register_prehook(_refuse_second_derivative)
     return result
+
+
+_ALONE = {_HIGHER_ORDER.tag_activation_checkpoint: _checkpoint, _HIGHER_ORDER.autograd_function_apply: _function}
 
 
 def _refuse_second_derivative(_: Any) -> None:

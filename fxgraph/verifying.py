@@ -61,7 +61,7 @@ class Twin:
         # The user's own hooks for saved tensors (a checkpoint's, say) must not meet those of this second call.
         plainly = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with plainly, engine.from_random_state(device, self._random_state):
-            self.outputs = tuple(for_eager(self.capture.graph).forward(*self.inputs))
+            self.outputs = tuple(for_eager(self.capture.graph)(*self.inputs))
             drawn = engine.random_state(device)
         problem = next(self._differences(inputs, outputs), None)
         if problem is None and not torch.equal(drawn, engine.random_state(device)):

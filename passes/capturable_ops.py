@@ -22,19 +22,21 @@ from .constraint import NodeConstraint, Satisfied, Verdict
 from .facts import (
     CALLS,
     argument,
+    computes_tensor,
     constant_of,
     describe_call,
-    dtype_of,
     input_tensors_of,
     is_aten,
     name_of,
     operator_of,
     overload_of,
+    read_as_number,
     schema_argument,
     tensors_of,
     value_of,
     where_of,
 )
+from .masks import is_mask
 
 _COPIES = frozenset({"_to_copy", "copy_", "copy", "to", "cuda", "cpu", "type", "type_as", "device_put", "_copy_from"})
 _INDEXING = frozenset(
@@ -85,6 +87,10 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} sorts, and copies a flag of the host's into the result"
         if _reads_scalar(op):
             return f"{describe_call(node)} reads a tensor's value on the host"
+        if node.target is torch._assert and computes_tensor(argument(node, "condition", 0)):
+            return f"{describe_call(node)} looks at a tensor on the host"
+        if (number := _number_from_tensor(node)) is not None:
+            return f"{describe_call(node)} reads a number from {number}"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
             return f"{describe_call(node)} without min and max reads them from the data"
         return host_copy(node)
@@ -272,19 +278,6 @@ def _reads_scalar(op: OpOverload | None) -> bool:
     return str(op).removesuffix("_out") in op_lists.SCALARS_ON_HOST
 
 
-def is_mask(index: Any) -> bool:
-    """Return whether an index is a boolean (or uint8) tensor: by its dtype, else by what computes it."""
-    dtype = dtype_of(index)
-    if dtype is not None:
-        return dtype in (torch.bool, torch.uint8)
-    if not isinstance(index, Node) or value_of(index) is not None:
-        return False
-    name = name_of(index)
-    if name in op_lists.MASK_COMBINERS:
-        return any(is_mask(source) for source in index.all_input_nodes)
-    return name in op_lists.MASK_MAKERS
-
-
 def is_factorised_by_magma(sizes: Sequence[int]) -> bool:
     """Return whether ATen leaves the LU factorisation of matrices of these sizes to MAGMA, which waits for the device.
 
@@ -296,6 +289,18 @@ def is_factorised_by_magma(sizes: Sequence[int]) -> bool:
     *batch, rows, columns = sizes
     count = math.prod(batch)
     return not (rows == columns and (count == 1 or rows <= 16 or (rows <= 128 and count <= 16)))
+
+
+def _number_from_tensor(node: Node) -> str | None:
+    """What tensor an op takes a number from, in words, or None."""
+    if (tensor := read_as_number(node)) is not None:
+        return str(tensor)
+    if name_of(node) in ("getitem", "setitem"):
+        bounds = [
+            bound for one in _indices(node) if isinstance(one, slice) for bound in (one.start, one.stop, one.step)
+        ]
+        return next((f"{bound}, a bound of a slice" for bound in bounds if computes_tensor(bound)), None)
+    return None
 
 
 def _names(devices: set[torch.device]) -> str:

@@ -124,10 +124,42 @@ def operator_of(node: Node) -> OpOverload | None:
     found, name = overload_of(node), name_of(node)
     if found is not None or name is None or not _is_native(node):
         return found
+    return _resolved(node, name, _stand_in)
+
+
+def read_as_number(node: Node) -> Node | None:
+    """Return the tensor that a torch function or a method is given where it takes a number, which it reads from it.
+
+    A size that is an input of the graph, or computed from one, may be a number.
+    """
+    name = name_of(node)
+    if name is None or overload_of(node) is not None or not _is_native(node):
+        return None
+    if _resolved(node, name, _stand_in) is not None:
+        return None
+    for tensor in filter(computes_tensor, node.all_input_nodes):
+        if _resolved(node, name, functools.partial(_stand_in, number=tensor)) is not None:
+            return tensor
+    return None
+
+
+def computes_tensor(node: Any) -> bool:
+    """Return whether a node's value is a tensor that some op has computed, as far as the graph shows it."""
+    if not isinstance(node, Node) or node.op not in CALLS:
+        return False
+    value = value_of(node)
+    if value is not None or _is_number(node):
+        return isinstance(value, torch.Tensor)
+    if str(getattr(node.target, "__module__", "")) in ("_operator", "operator", "builtins"):
+        return any(map(computes_tensor, node.all_input_nodes))
+    return name_of(node) is not None
+
+
+def _resolved(node: Node, name: str, stand_in: Callable[[Node], Any]) -> OpOverload | None:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, OpOverloadPacket):
         return None
-    args, kwargs = map_arg((node.args, node.kwargs), _stand_in)
+    args, kwargs = map_arg((node.args, node.kwargs), stand_in)
     try:
         overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:  # no schema fits: sizes that are spread over the arguments, names of dimensions
@@ -143,8 +175,10 @@ def _is_native(node: Node) -> bool:
     return isinstance(target, (types.MethodDescriptorType, OpOverloadPacket))
 
 
-def _stand_in(node: Node) -> Any:
+def _stand_in(node: Node, number: Node | None = None) -> Any:
     """Something of the type of the node's value, as far as the choice of an overload depends on it."""
+    if node is number:
+        return 1
     value = constant_of(node)
     if isinstance(value, torch.Tensor) or (value is None and not _is_number(node)):
         return _STAND_IN

@@ -15,9 +15,19 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:
-    """Return a fake tensor with the metadata of ``value`` that needs no gradient; anything else as it is."""
+    """Return a fake tensor of ``mode`` with the metadata of ``value`` that needs no gradient; anything else as it is.
+
+    make_fx on real tensors gives each node a fake value of a mode of its own.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
         plain = value.detach()  # of the same storage, without autograd's record
-    return plain if isinstance(plain, FakeTensor) else mode.from_tensor(plain, static_shapes=True)
+        if not isinstance(plain, FakeTensor):
+            return mode.from_tensor(plain, static_shapes=True)
+        if plain.fake_mode is mode or any(isinstance(size, torch.SymInt) for size in (*plain.shape, *plain.stride())):
+            return plain
+        with mode:
+            count = plain.untyped_storage().nbytes() // plain.itemsize
+            base = torch.empty(count, dtype=plain.dtype, device=plain.device)
+            return base.as_strided(plain.size(), plain.stride(), plain.storage_offset())

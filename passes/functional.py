@@ -19,7 +19,7 @@ from .constraint import Constraint, NodeConstraint, Satisfied, Verdict
 from .effects import changes_metadata, written_inputs
 from .facts import describe_call, value_of, where_of
 from .fakes import fake_mode_of
-from .lower import Arguments, Flat, flat_function, replace_graph
+from .lower import Arguments, Flat, flat_function, names_what_needs_data, replace_graph
 from .verify import AtenLevel, HasFakeValues
 
 aten = torch.ops.aten
@@ -68,11 +68,12 @@ class Functionalize(Pass):
         if all(FunctionalForm().node_verdict(node) for node in gm.graph.nodes):
             return False
         arguments = Arguments.of(gm)
-        _refuse(gm, arguments)
-        # Run as it is, for what each output is: a value of its own, or a part of the memory of an input.
-        with fake_mode_of(arguments.flat):
-            expected = pytree.tree_leaves(flat_function(gm, arguments)(*arguments.flat))
-        replace_graph(gm, arguments, _functional, _Declared)
+        with names_what_needs_data(self, gm):
+            _refuse(gm, arguments)
+            # Run as it is, for what each output is: a value of its own, or a part of the memory of an input.
+            with fake_mode_of(arguments.flat):
+                expected = pytree.tree_leaves(flat_function(gm, arguments)(*arguments.flat))
+            replace_graph(gm, arguments, _functional, _Declared)
         _restore_aliases(gm, arguments, expected)
         return True
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
 
-from .base import Pass
-from .constraint import Constraint
+from .base import Pass, PassError
+from .capturable_ops import DataDependentShape, HostSync
+from .constraint import Constraint, judge
 from .facts import constant_of, value_of
 from .fakes import fake, fake_mode_of
 from .verify import AtenLevel
@@ -42,6 +46,7 @@ class LowerToAten(Pass):
         TypeError: if ``inputs`` is no tuple or list.
         ValueError: when run, if a placeholder has neither a fake value nor an example, or the numbers of examples and
             placeholders differ.
+        PassError: when run, if what an op gives depends on data, which fake values do not have.
     """
 
     ensures: ClassVar[tuple[Constraint[GraphModule], ...]] = (AtenLevel(),)
@@ -59,8 +64,21 @@ class LowerToAten(Pass):
     def rewrite(self, gm: GraphModule) -> bool:
         """Trace ``gm`` anew; it counts as changed if the text of the code or the values on the nodes are others."""
         before = gm.code, [value_of(node) is None for node in gm.graph.nodes]
-        replace_graph(gm, Arguments.of(gm, self.inputs))
+        with names_what_needs_data(self, gm):
+            replace_graph(gm, Arguments.of(gm, self.inputs))
         return before != (gm.code, [value_of(node) is None for node in gm.graph.nodes])
+
+
+@contextlib.contextmanager
+def names_what_needs_data(one: Pass, gm: GraphModule) -> Iterator[None]:
+    """While ``gm`` is run on fake values inside: say which op it is that cannot be."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, PendingUnbackedSymbolNotFound) as error:
+        report = judge(gm, (HostSync(), DataDependentShape()))
+        if report.ok:
+            raise
+        raise PassError(one.name, "requires", "the graph cannot be run on fake values", report) from error
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,14 @@ Dynamo leaves ``with torch.autocast(...)`` in a graph as an op that enters and o
 between the two would leave the mode on, and what follows would run without it. So before a graph is cut the switches
 are taken out, each op is told in which modes it runs, and each part gets switches of its own around its ops. Then an op
 can also move across a switch.
+
+And an op that raises would leave on what is on: in Python a ``with`` ends there.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,3 +137,65 @@ def _are_understood(nodes: Sequence[Node]) -> bool:
 def _constants(node: Node) -> tuple[Any, ...]:
     args = map_arg(node.args, lambda backend: _BACKEND(*backend.args))
     return tuple([tuple(arg) if isinstance(arg, (list, tuple)) else arg for arg in args])
+
+
+def ending_at_errors(gm: GraphModule) -> Callable[..., Any]:
+    """Return the forward of a torch-level graph, which leaves the modes as they were where an op raises."""
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in SWITCHES]
+    if not nodes:
+        return gm.forward
+    watched = GraphModule(gm, Graph())
+    renamed: dict[Node, Node] = {}
+    watched.graph.output(watched.graph.graph_copy(gm.graph, renamed))
+    for node in nodes:
+        renamed[node].target = _WATCHED.get(node.target, node.target)
+    watched.recompile()
+    settings = [Switch(node.target, _constants(node)) for node in nodes if node.target in _NOW]
+
+    @functools.wraps(gm.forward)
+    def forward(*args: Any) -> Any:
+        before, depth = [switch.now() for switch in settings], len(_entered.modes)
+        try:
+            return watched.forward(*args)
+        except BaseException:
+            while len(_entered.modes) > depth:
+                exit_mode, mode = _entered.modes.pop()
+                exit_mode(mode)
+            for switch in before:
+                switch.function(*switch.args)
+            raise
+
+    return forward
+
+
+class _Entered(threading.local):
+    """The modes that graphs have entered and not left, the last one last, and how each is left."""
+
+    def __init__(self) -> None:
+        self.modes: list[tuple[Callable[[Any], None], Any]] = []
+
+
+_entered = _Entered()
+
+
+def _enter(enter_mode: Callable[..., Any], exit_mode: Callable[[Any], None]) -> Callable[..., Any]:
+    def enter(*args: Any) -> Any:
+        mode = enter_mode(*args)
+        _entered.modes.append((exit_mode, mode))
+        return mode
+
+    return enter
+
+
+def _exit(exit_mode: Callable[[Any], None]) -> Callable[[Any], None]:
+    def leave(mode: Any) -> None:
+        exit_mode(mode)
+        _entered.modes[:] = [entry for entry in _entered.modes if entry[1] is not mode]
+
+    return leave
+
+
+_WATCHED: dict[Any, Callable[..., Any]] = {
+    **{enter_mode: _enter(enter_mode, exit_mode) for enter_mode, exit_mode in _EXITS.items()},
+    **{exit_mode: _exit(exit_mode) for exit_mode in _EXITS.values()},
+}

@@ -15,7 +15,7 @@ READS_TO_HOST: frozenset[str] = frozenset(
 )
 """Plain names of what hands a value of the device to the host, whatever the arguments."""
 
-CHECKS_ON_HOST: frozenset[str] = frozenset({"_assert_scalar", "_linalg_check_errors"})
+CHECKS_ON_HOST: frozenset[str] = frozenset({"_assert_scalar", "_linalg_check_errors", "istft"})
 """Plain names of checks that look at a value on the host. ``_assert_async`` checks on the device and is fine."""
 
 SCALARS_ON_HOST: frozenset[str] = frozenset(
@@ -25,6 +25,8 @@ SCALARS_ON_HOST: frozenset[str] = frozenset(
         "aten.masked_fill_.Tensor",
         "aten.index_fill.int_Tensor",
         "aten.index_fill_.int_Tensor",
+        "aten.narrow.Tensor",
+        "aten.tensor_split.tensor_indices_or_sections",
     }
     | {f"aten.{name}.{kind}" for name in ("linspace", "logspace") for kind in ("Tensor_Tensor", "Tensor_Scalar")}
     | {f"aten.{name}.Scalar_Tensor" for name in ("linspace", "logspace")}
@@ -151,15 +153,39 @@ MASK_MAKERS: frozenset[str] = frozenset(
         "isclose",
         "signbit",
     }
-    | {"isposinf", "isneginf", "isreal", "bool", "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"}
+    | {
+        "isposinf",
+        "isneginf",
+        "isreal",
+        "bool",
+        "byte",
+        "any",
+        "all",
+        "__gt__",
+        "__lt__",
+        "__ge__",
+        "__le__",
+        "__eq__",
+        "__ne__",
+    }
 )
-"""Plain names of what always gives a boolean tensor."""
+"""Plain names of what always gives a boolean tensor, or one of bytes, which index alike."""
 
 MASK_COMBINERS: frozenset[str] = frozenset(
     {"and_", "or_", "xor", "invert", "inv", "not_", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"}
     | {"__and__", "__or__", "__xor__", "__invert__"}
 )
 """Plain names of what gives a boolean tensor when its operands are."""
+
+KEEPS_DTYPE: frozenset[str] = frozenset(
+    {"getitem", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze"}
+    | {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "mT", "expand", "expand_as"}
+    | {"broadcast_to", "clone", "contiguous", "detach", "to", "cpu", "cuda", "cat", "concat", "stack", "hstack"}
+    | {"vstack", "select", "narrow", "index_select", "gather", "take", "take_along_dim", "flip", "roll", "repeat"}
+    | {"tile", "chunk", "split", "unbind", "diagonal", "diag", "tril", "triu", "zeros_like", "ones_like", "empty_like"}
+    | {"new_zeros", "new_ones", "new_empty", "masked_fill", "index_fill", "scatter", "index_put", "requires_grad_"}
+)
+"""Plain names of what gives a tensor of its first tensor's dtype, unless it is asked for another one."""
 
 NEVER_ON_STREAM: frozenset[str] = frozenset(
     {"barrier", "monitored_barrier_", "recv_any_source_", "monitored_barrier"}

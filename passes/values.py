@@ -21,8 +21,10 @@ from .modes import SWITCHES
 _ASSERT = torch.ops.aten._assert_scalar.default
 
 
-def refresh_values(gm: GraphModule) -> None:
+def refresh_values(gm: GraphModule) -> tuple[Node, Exception] | None:
     """Run a graph of Dynamo's on the fake values of its inputs, and leave what each op gives as its ``example_value``.
+
+    Gives the op that fails, if one does, and what it raises.
 
     Asserts on numbers that turn out to be known are removed: Dynamo puts them behind every op whose size depends on
     data, and they would stay where a pass takes such an op out. From an op on that fails the values are removed, for
@@ -32,14 +34,16 @@ def refresh_values(gm: GraphModule) -> None:
     mode = next((value.fake_mode for node in gm.graph.nodes if isinstance(value := value_of(node), FakeTensor)), None)
     inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     if mode is None or any(value is None for value in inputs) or any(map(_is_no_plain_op, ops_of(gm))):
-        return
+        return None
     symbols = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else contextlib.nullcontext()
+    values = _Values(gm, mode)
     with mode, symbols, contextlib.suppress(_Stopped):
-        _Values(gm, mode).run(*inputs, enable_io_processing=False)
+        values.run(*inputs, enable_io_processing=False)
     for node in gm.graph.find_nodes(op="call_function", target=_ASSERT):
         if value_of(condition) is True if isinstance(condition := node.args[0], Node) else condition is True:
             gm.graph.erase_node(node)
     gm.recompile()
+    return values.failed
 
 
 def _is_no_plain_op(node: Node) -> bool:
@@ -54,6 +58,7 @@ class _Values(Interpreter):
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(gm)
         self._mode = mode
+        self.failed: tuple[Node, Exception] | None = None
 
     def run_node(self, n: Node) -> Any:
         if n.op in ("placeholder", "output"):
@@ -67,6 +72,7 @@ class _Values(Interpreter):
             try:
                 value = super().run_node(n)
             except Exception as error:  # whatever the op raises; it will raise it again where the graph is run
+                self.failed = n, error
                 self._forget_from(n)
                 raise _Stopped from error
         n.meta.pop("val", None)

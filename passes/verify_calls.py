@@ -25,7 +25,7 @@ from .facts import constant_of, describe_call, value_of, where_of
 from .fakes import fake
 from .show import show_value
 
-_NOT_ON_FAKES = (
+NOT_ON_FAKES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
@@ -99,7 +99,7 @@ class CurrentFakeValue(NodeConstraint):
         (mode,) = modes.values()
         try:
             given = _run_on_fakes(op, arguments, mode)
-        except _NOT_ON_FAKES:
+        except NOT_ON_FAKES:
             return Satisfied(self)
         except Exception as error:  # whatever the operator raises, it will raise it where the graph is run
             observed = f"{describe_call(node)} raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 
@@ -58,7 +57,6 @@ def test_it_runs_eagerly_with_one_warning_and_what_is_around_it_is_captured(
             graphed = torch.compile(function, backend="graphed")
         else:
             graphed = fxgraph.make_graphed_callables(function, (x,))
-        gc.collect()  # graphs of other tests: what goes is not counted any more
         before = fxgraph.stats().replays
         for _ in range(3):
             torch.testing.assert_close(graphed(x), expected)

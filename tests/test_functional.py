@@ -222,6 +222,36 @@ def test_a_view_of_a_changed_input_of_symbolic_size_is_refused() -> None:
         apply(gm, [Functionalize()])
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("chosen", [Functionalize(), LowerToAten((X, Y))])
+def test_an_op_whose_result_depends_on_data_is_named(chosen: Any, mode: str) -> None:
+    make = make_fx(lambda x, y: x[y > 7].mul_(2), tracing_mode=mode, _allow_non_fake_inputs=True)
+    with pytest.raises(PassError, match="cannot be run on fake values") as caught:
+        apply(make(X, Y), [chosen])
+    assert [(found.id, found.where.node) for found in caught.value.report.violations] == [
+        ("data-dependent-shape", "index")
+    ]
+    assert caught.value.stage == "requires"
+
+
+@pytest.mark.parametrize("given", [(X, Y), (X.t(), Y.t()), (X[:, 1:], Y[:, :2])])
+def test_values_that_make_fx_has_described_apart_are_brought_together(given: tuple[torch.Tensor, ...]) -> None:
+    """Traced on real tensors, each node's fake value is of a mode of its own."""
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = x + y
+        z.mul_(2)
+        x.add_(1)
+        return z + y
+
+    mine, its = ([tensor.clone() for tensor in given] for _ in range(2))
+    result = apply(make_fx(program, tracing_mode="real")(*mine), [Functionalize()])
+    assert judge(result, (FunctionalForm(),)).ok
+    mine = [tensor.clone() for tensor in given]
+    assert torch.equal(result(*mine), program(*its))
+    assert torch.equal(mine[0], its[0])
+
+
 def test_symbolic_sizes_stay_symbolic() -> None:
     gm = trace(lambda x, y: x.add_(y) * x.shape[0], X.clone(), Y.clone(), mode="symbolic")
     result = apply(gm, [Functionalize()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +173,69 @@ def test_models_with_modes_around_a_break_train_as_in_eager(function: Callable[.
                 assert one.requires_grad == other.requires_grad
                 # A parameter that several parts use: its gradients come by part, so that their sum may round otherwise.
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+_ASKED_TO_FAIL: list[bool] = []
+
+
+@torch.library.custom_op("fxgraph_tests::fails_when_asked", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
+def fails_when_asked(x: torch.Tensor) -> torch.Tensor:
+    if _ASKED_TO_FAIL:
+        raise LookupError("as asked")
+    return x.clone()
+
+
+fails_when_asked.register_fake(torch.empty_like)
+
+
+def in_autocast(h: torch.Tensor) -> torch.Tensor:
+    with autocast():
+        h = h @ h
+        with autocast(enabled=False):
+            return fails_when_asked(h.float())
+
+
+def in_no_grad(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return fails_when_asked(h * 2)
+
+
+def in_inference(h: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(), autocast():
+        h = fails_when_asked(h @ h)
+    return h.float().clone()
+
+
+def in_attention(h: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        return fails_when_asked(F.scaled_dot_product_attention(h[None], h[None], h[None]))[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("choice", ["split", "eager"])
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+@pytest.mark.parametrize("middle", [in_autocast, in_no_grad, in_inference, in_attention])
+def test_an_op_that_raises_leaves_no_mode_on(
+    middle: Callable[[torch.Tensor], torch.Tensor], entry: str, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return middle(x.sin()).cos() * 2
+
+    x, before = torch.randn(4, 4), modes()
+    if entry == "torch.compile":
+        graphed: Any = torch.compile(function, backend="graphed", options={"on_uncapturable": choice})
+    else:
+        graphed = fxgraph.make_graphed_callables(function, (x,), options={"on_uncapturable": choice})
+    expected = function(x)
+    for asked in (False, True, True, False):
+        monkeypatch.setattr(sys.modules[__name__], "_ASKED_TO_FAIL", [asked] * asked)
+        if asked:
+            with pytest.raises(LookupError, match="as asked"):
+                graphed(x)
+        else:
+            torch.testing.assert_close(graphed(x), expected, rtol=0, atol=0)
+        assert modes() == before
 
 
 def test_captured_parts_are_as_few_as_without_modes() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxgraph
 import passes
@@ -86,6 +87,15 @@ def _(x: torch.Tensor) -> torch.Tensor:
 on_the_host.register_autograd(lambda ctx, grad: grad * 2)
 
 
+def in_a_checkpoint(h: torch.Tensor) -> torch.Tensor:
+    """Where a number is read inside, and dropout has to draw the same again in the backward."""
+    return checkpoint(lambda h: F.dropout(h * h.abs().max().item(), 0.5).sin(), h, use_reentrant=False)
+
+
+def selected_in_a_checkpoint(h: torch.Tensor) -> torch.Tensor:
+    return h + checkpoint(lambda h: h[h.sum(1) > h.sum(1).mean()].sin().sum(0), h, use_reentrant=False)
+
+
 @fxgraph.eager
 def marked(h: torch.Tensor) -> torch.Tensor:
     return h.sin()
@@ -100,6 +110,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "branch": (lambda: Around(by_branch), 3),  # and the condition
     "marked": (lambda: Around(marked), 2),
     "mask": (lambda: Around(by_mask), 1),  # what comes after it has another size each time
+    "checkpoint": (lambda: Around(in_a_checkpoint), 2),
+    "mask in a checkpoint": (lambda: Around(selected_in_a_checkpoint), 2),
     "aside": (lambda: Side(by_mask), 1),
 }
 
@@ -500,7 +512,35 @@ def raises(graph: fx.GraphModule) -> None:
     raise ValueError("not this one")
 
 
-@pytest.mark.parametrize(("bad", "words"), [(drops_an_output, "outputs"), (raises, "not this one")])
+def replaces_the_result(graph: fx.GraphModule, by: str, *args: Any) -> None:
+    output = graph.graph.output_node()
+    with graph.graph.inserting_before(output):
+        output.args = ((graph.graph.call_method(by, (output.args[0][0], *args)),),)
+    graph.recompile()
+
+
+def gives_another_shape(graph: fx.GraphModule) -> None:
+    replaces_the_result(graph, "unsqueeze", 0)
+
+
+def gives_another_dtype(graph: fx.GraphModule) -> None:
+    replaces_the_result(graph, "double")
+
+
+def calls_what_fails(graph: fx.GraphModule) -> None:
+    replaces_the_result(graph, "view", 7)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (drops_an_output, "outputs"),
+        (raises, "not this one"),
+        (gives_another_shape, r"output 0 is torch.float32 of shape \(1, 2\).*, not torch.float32 of shape \(2,\)"),
+        (gives_another_dtype, "output 0 is torch.float64"),
+        (calls_what_fails, r"an op of the graph fails: Tensor.view \(node view.*\): shape '\[7\]' is invalid"),
+    ],
+)
 def test_a_bad_pass_is_named(bad: Callable[..., Any], words: str, device: str) -> None:
     with pytest.raises(passes.PassError, match=words) as caught:
         fxgraph.make_graphed_callables(torch.sin, (torch.ones(2, device=device),), options={"passes": [bad]})
