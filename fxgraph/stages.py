@@ -34,6 +34,7 @@ from passes.pipeline import copy_graph_module
 from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
 from passes.values import refresh_values
 from passes.verify_calls import NOT_ON_FAKES
+from passes.views_again import make_views_again
 
 from . import engines, trace
 from .options import Options
@@ -120,6 +121,7 @@ class _Builder:
             return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
         if len(set(stages.values())) == 1:
             return self.program(graph, specs, guarded=True)
+        make_views_again(lifted, stages)
         return Stages(lifted, attributes, stages, reasons, specs, self, after)
 
     def program(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], guarded: bool) -> Program:

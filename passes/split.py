@@ -39,7 +39,7 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
     nodes = ops_of(gm)
     in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
     in_order |= any(not _has_storage(tensor) for node in nodes for tensor in tensors_of(node))
-    facts = _Facts(gm)
+    facts = Facts(gm)
     changed = {storage for node in nodes for storage in facts.changed(node)}
     final = set(_uses_of_final_values(gm, facts))
     stages: dict[Node, int] = {}
@@ -111,7 +111,7 @@ def feeding_outputs(gm: GraphModule) -> list[Node]:
     outputs = {node for node in returned if node.op != "placeholder" and _differentiable(node)}
     if len(outputs) < 2:
         return []
-    final = _uses_of_final_values(gm, _Facts(gm))
+    final = _uses_of_final_values(gm, Facts(gm))
     uses: dict[Node, list[Node]] = {}
     for source, user in final:
         uses.setdefault(source, []).append(user)
@@ -142,7 +142,7 @@ def _storages_of_value(node: Node) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_of(node) if _has_storage(tensor)}
 
 
-class _Facts:
+class Facts:
     """What the ops of a torch-level graph touch, write and draw."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -187,7 +187,7 @@ def _memory(gm: GraphModule) -> dict[Node, set[int]]:
     return memory
 
 
-def _uses_of_final_values(gm: GraphModule, facts: _Facts) -> list[tuple[Node, Node]]:
+def _uses_of_final_values(gm: GraphModule, facts: Facts) -> list[tuple[Node, Node]]:
     """(value, user) pairs but those that come before the value's last change in place: they use another value."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     last_change: dict[int, int] = {}
@@ -203,7 +203,7 @@ def _uses_of_final_values(gm: GraphModule, facts: _Facts) -> list[tuple[Node, No
 
 def changed_memory(gm: GraphModule) -> set[Node]:
     """Return the nodes whose memory some op of a torch-level graph may change in place."""
-    facts = _Facts(gm)
+    facts = Facts(gm)
     changed = {storage for node in ops_of(gm) for storage in facts.changed(node)}
     return {node for node in gm.graph.nodes if facts.memory[node] & changed}
 
@@ -217,7 +217,7 @@ def _switches_state(node: Node) -> bool:
     return node.op == "call_function" and node.target in SWITCHES
 
 
-_IN_PLACE = {
+IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv,
     operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift,
     operator.irshift,
@@ -232,7 +232,7 @@ def _written_by_name(node: Node) -> list[Node] | None:
         written += written_inputs(node) if isinstance(node.target, torch._ops.OpOverload) else node.all_input_nodes
     elif node.op == "call_module" or name_of(node) is None:
         return None
-    elif node.target in _IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
+    elif node.target in IN_PLACE or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__")):
         written += [node.args[:1], node.kwargs.get("input")]
     elif any(arg is True for arg in node.args[1:]):
         written.append(node.args[0])  # `inplace` can be given by position: F.relu(x, True)
