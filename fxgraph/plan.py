@@ -19,6 +19,7 @@ from passes.aliasing import Aliases
 from passes.facts import output_args
 
 from ._torch_compat import aot
+from ._torch_compat.attention import has_seed
 from ._torch_compat.fx import compile_now
 from ._torch_compat.layout import suggest_memory_format
 from .effects import (
@@ -259,6 +260,8 @@ def make(joint: JointGraph) -> Plan:
     )
     returns: list[Return] = []
     num_outputs = len(metadata.output_info)
+    if has_seed(returned[num_updates : num_updates + num_outputs]):
+        raise CannotPlan("it returns the seed of attention's dropout, which lies elsewhere while a graph is captured")
     for k, info in enumerate(metadata.output_info):
         value = returned[num_updates + k]
         if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):

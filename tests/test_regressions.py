@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxgraph
-from fxgraph._torch_compat.attention import seeds
+from fxgraph._torch_compat.attention import has_seed, seeds
 
 
 def test_a_copy_whose_samples_do_not_fit_any_more(device: str) -> None:
@@ -639,6 +640,27 @@ def test_the_backward_of_attention_with_dropout_that_no_graph_holds(kind: str, d
             seen[-1].append(torch.autograd.grad([out.square().sum() for out in used], x)[0])
     torch.testing.assert_close(seen[1], seen[0])  # the kernel's sums may come in another order
     assert fxgraph.stats(graphed).eager_calls == 0
+
+
+@pytest.mark.parametrize("op", ["_scaled_dot_product_efficient_attention", "_efficient_attention_forward"])
+def test_which_results_of_a_forward_are_seeds(op: str) -> None:
+    graph = torch.fx.Graph()
+    both = graph.call_function(getattr(torch.ops.aten, op).default, (graph.placeholder("q"),))
+    results = [graph.call_function(operator.getitem, (both, i)) for i in range(4)]
+    assert not has_seed(results[:2]) and not has_seed([both, None, 1])
+    assert has_seed(results[:3]) and has_seed(results[3:])
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:.*seed of attention's dropout:fxgraph.EagerFallbackWarning")
+def test_attention_whose_seed_is_returned_is_eagers() -> None:
+    def f(q: torch.Tensor) -> Any:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0)
+
+    q = torch.randn(2, 2, 16, 8, device="cuda", requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(f, (q,))
+    for mine, its in zip(graphed(q), f(q), strict=True):
+        assert mine.device == its.device
 
 
 @pytest.mark.parametrize("name", ["_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward"])
