@@ -269,9 +269,8 @@ class Stages:
             self.stages.append(made)
             targets[str(node.target)] = made
         self._steps = _straight(glue, targets)
-        said = [reason for reasons_of in eager.values() for reason in reasons_of]
-        if said:
-            warnings.warn(f"fxgraph: {name} is captured in parts: {said[0]}", EagerFallbackWarning, stacklevel=2)
+        for reason in dict.fromkeys(reasons[op] for op in graph.graph.nodes if reasons.get(op)):
+            warnings.warn(f"fxgraph: {name} is captured in parts: {reason}", EagerFallbackWarning, stacklevel=2)
 
     @property
     def programs(self) -> list[Program]:

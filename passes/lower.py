@@ -44,8 +44,8 @@ class LowerToAten(Pass):
 
     Raises:
         TypeError: if ``inputs`` is no tuple or list.
-        ValueError: when run, if a placeholder has neither a fake value nor an example, or the numbers of examples and
-            placeholders differ.
+        ValueError: when run, if a placeholder has neither a fake value nor an example, the numbers of examples and
+            placeholders differ, or the example of a tensor is none.
         PassError: when run, if what an op gives depends on data, which fake values do not have.
     """
 
@@ -104,6 +104,9 @@ class Arguments:
         given = [value_of(node) for node in placeholders] if inputs is None else list(inputs)
         if len(given) != len(placeholders):
             raise ValueError(f"{len(given)} inputs for {len(placeholders)} placeholders")
+        for node, value in zip(placeholders, given, strict=True):
+            if isinstance(value_of(node), torch.Tensor) and not isinstance(value, torch.Tensor):
+                raise ValueError(f"{node.name} is a tensor, and its example is {value!r}")
         missing = [node.name for node, value in zip(placeholders, given, strict=True) if value is None]
         if missing and inputs is None:
             raise ValueError(f"no fake values on {', '.join(missing)}: give example inputs")

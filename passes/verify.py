@@ -85,12 +85,13 @@ class MissingFakeValue(NodeConstraint):
     hint: ClassVar[str] = "set meta['val'] on each node that a pass creates"
 
     def node_verdict(self, node: Node) -> Verdict:
-        """Return the verdict on one node; ops that return nothing are exempt, and writes whose result nobody reads:
-        torch.export leaves these without one.
+        """Return the verdict on one node; ops that return nothing are exempt, and writes whose result no op reads:
+        torch.export leaves these without one, and Dynamo assignments to items and asserts.
         """
         if node.op != "call_function" or _has_value(node) or not _returns_something(node):
             return Satisfied(self)
-        if not node.users and isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        writes = node.target._schema.is_mutable if isinstance(node.target, OpOverload) else not node.users
+        if writes and all(user.op == "output" for user in node.users):
             return Satisfied(self)
         known = [source.name for source in node.all_input_nodes if _has_value(source)]
         if not known or len(known) < len(node.all_input_nodes):

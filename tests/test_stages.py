@@ -550,3 +550,18 @@ def test_a_bad_pass_is_named(bad: Callable[..., Any], words: str, device: str) -
 def test_passes_must_be_callable() -> None:
     with pytest.raises(fxgraph.OptionError, match="a list of passes"):
         fxgraph.Options(passes=[3])
+
+
+def test_each_reason_for_a_cut_is_said_once_in_the_order_of_the_program(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = x.exp().sin()
+        scale = h.sum().item()
+        places = h.nonzero()
+        return (h * scale).sum() + places.sum()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fxgraph.make_graphed_callables(function, (torch.randn(4, device=device, requires_grad=True),))
+    messages = [str(one.message) for one in said if issubclass(one.category, fxgraph.EagerFallbackWarning)]
+    assert ["[host-sync]" in message for message in messages] == [True, False]
+    assert ["[data-dependent-shape]" in message for message in messages] == [False, True]

@@ -288,3 +288,44 @@ def test_passes_take_a_decomposed_export_with_write_backs() -> None:
     lowered = apply(gm, [LowerToAten((x,))])
     torch.testing.assert_close(lowered(x), expected)
     torch.testing.assert_close(dict(lowered.named_buffers())["1.running_mean"], statistics)
+
+
+def test_passes_take_assignments_and_asserts_that_dynamo_leaves_without_values() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y[0] = 3.0
+        y[1:] = x[:-1]
+        torch._assert_async(y.sum() < 1e9)
+        return y
+
+    graphs: list[GraphModule] = []
+    torch.compile(program, backend=lambda gm, _: graphs.append(gm) or gm.forward)(torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    for rewrites in ([], [LowerToAten()], [LowerToAten(), Functionalize(), RemoveDeadCode()]):
+        assert torch.equal(apply(graphs[0], rewrites)(x)[0], program(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch.export's own
+def test_passes_take_an_export_that_returns_what_it_writes_back() -> None:
+    class Counter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.count.add_(1)
+            return x * 2, self.count + 0
+
+    module, x = Counter(), torch.randn(3, 4)
+    eager = copy.deepcopy(module)
+    gm = torch.export.export(module, (x,)).run_decompositions().module()
+    for rewrites in ([], [LowerToAten()]):
+        rewritten = apply(gm, rewrites)
+        for _ in range(2):
+            assert all(map(torch.equal, rewritten(x), eager(x)))
+
+
+def test_the_example_of_a_tensor_is_a_tensor() -> None:
+    gm = make_fx(lambda x: x * 2, tracing_mode="fake")(torch.randn(4))
+    with pytest.raises(PassError, match="x_1 is a tensor, and its example is 3"):
+        apply(gm, [LowerToAten((3,))])
