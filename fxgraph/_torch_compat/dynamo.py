@@ -26,6 +26,7 @@ read, a lookup each, passed over with the module; and the sign of each zero amon
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dis
@@ -133,7 +134,7 @@ class Reading:
         sources: for each placeholder, the Python expression that finds it, such as ``L['self']._parameters['weight']``.
     """
 
-    def __init__(self, function: types.FunctionType, capture: Any) -> None:
+    def __init__(self, function: types.FunctionType, capture: Any, names: Iterable[str] = ()) -> None:
         backend_input = capture.backend_input
         self.graph: torch.fx.GraphModule | None = None
         self.sources: list[str] = []
@@ -149,7 +150,7 @@ class Reading:
                 for guard in output_graph.guards.inner
                 if not (guard.create_fn_name() == "TENSOR_MATCH" and guard.name in at_once)
             }
-        _tell_signs(output_graph.guards)
+        _look_closer(output_graph.guards, capture.graph_capture_output.traced_code)
         with (
             get_metrics_context(),
             dynamo_timed("fxgraph_guards"),
@@ -169,8 +170,12 @@ class Reading:
         self._calls_graph_at: dict[types.CodeType, int] = {}  # offset in the bytecode of what `bind` has given
         # Of the capture only this is kept: the rest holds the tensors of the call that was read.
         self._environment: Any = None
+        # Dynamo leaves names in the globals of the function, for as long as what it has compiled lives.
+        self._names = _Names()
+        weakref.finalize(self._names, _remove, function.__globals__, names).atexit = False
         if backend_input is not None:
             self._backend_id: str = backend_input.backend_id
+            function.__globals__.pop(self._backend_id, None)  # `bind` gives each function one of its own
             self._environment = capture.graph_capture_output.get_runtime_env()
 
     def _values(self, names: Iterable[str], local_names: dict[str, Any]) -> list[Any]:
@@ -288,7 +293,7 @@ class Reading:
                 self._globals.setdefault(name, value)
         bound = types.FunctionType(code, self._globals, made.__name__, made.__defaults__, made.__closure__)
         # Held by the function, not by the globals: so all goes at once when nothing else holds the function.
-        vars(bound)["run_graph"] = run_graph
+        vars(bound)["run_graph"], vars(bound)["names"] = run_graph, self._names
         self._globals[own] = weakref.proxy(run_graph)
         bound.__kwdefaults__ = made.__kwdefaults__
         weakref.finalize(bound, self._globals.pop, own, None)
@@ -299,6 +304,20 @@ class Reading:
         """The guards that fail, one per line."""
         parts = self._manager.check_verbose(local_names).verbose_code_parts
         return "\n".join(" ".join(str(part).split()) for part in parts)
+
+
+class _Names:
+    """Those that a reading has put into a module. They are there while something may need them."""
+
+
+def _own_names(scope: dict[str, Any], before: set[str]) -> list[str]:
+    """Names that a reading has put into a module for itself; those of modules that it imports are everybody's."""
+    return [name for name in scope if name not in before and name.startswith("__") and not name.startswith("__import_")]
+
+
+def _remove(scope: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        scope.pop(name, None)
 
 
 _numbers = itertools.count()
@@ -349,40 +368,73 @@ def _not_hidden(builder: Any, guard: Any, attr: str) -> None:
 
 
 def tighten_guards(graph: torch.fx.GraphModule) -> None:
-    """In a backend, for the graph that it is given: have Dynamo's guards, which are built afterwards, tell -0.0 from
-    0.0 and see what hides parameters."""
+    """In a backend, for the graph that it is given: have Dynamo's guards, which are built afterwards, see more, as
+    :func:`_look_closer` says, and what hides parameters."""
     context = torch._guards.TracingContext.try_get()
     if context is not None:
         guards_set = context.guards_context.dynamo_guards
         _see_what_hides(guards_set, graph)
-        _tell_signs(guards_set)
+        _look_closer(guards_set, context.traced_code)
 
 
-def _tell_signs(guards_set: Any) -> None:
-    guards_set.inner = set(map(_with_signs, guards_set.inner))
+def _look_closer(guards_set: Any, read: Iterable[types.CodeType]) -> None:
+    """Have guards see what Dynamo's take for the same.
 
-
-def _with_signs(guard: Any) -> Any:
-    """A guard for a constant that also tells -0.0 from 0.0, which Dynamo's, by ``==``, takes for the same.
-
-    The check is a function in Python, in Dynamo's tree and passed over with what is around it; only where there is a
-    zero.
+    -0.0 and 0.0, which are equal; an ``OrderedDict`` in another order; and where the code that was read asks for it,
+    whether an argument is a leaf or a view, which Dynamo reads as constants and does not guard. The checks are
+    functions in Python, in Dynamo's tree and passed over with what is around them.
     """
-    if guard.create_fn_name() not in ("CONSTANT_MATCH", "EQUALS_MATCH"):
+    looks = dict(_LOOKS)
+    if any(_OF_HISTORY.intersection((*code.co_names, *_texts_in(code))) for code in read):
+        looks["TENSOR_MATCH"] = ("the place in autograd's graph of", _history)
+    guards_set.inner = {_looking_closer(guard, looks) for guard in guards_set.inner}
+
+
+def _texts_in(code: types.CodeType) -> list[str]:
+    return [constant for constant in code.co_consts if isinstance(constant, str)]
+
+
+def _looking_closer(guard: Any, looks: dict[str, tuple[str, Callable[[Any], Any]]]) -> Any:
+    if guard.create_fn_name() not in looks:
         return guard
-    create = guard.create_fn
+    create, (words, look) = guard.create_fn, looks[guard.create_fn_name()]
 
     @functools.wraps(create)
-    def with_signs(builder: Any, guard: Any) -> None:
+    def create_both(builder: Any, guard: Any) -> None:
         create(builder, guard)
-        signs = _signs_of_zeros(builder.get(guard))
-        if signs:
-            said = [f"the signs of the zeros in {guard.name} are {signs}"]
-            builder.get_guard_manager(guard).add_lambda_guard(lambda value: _signs_of_zeros(value) == signs, said, None)
+        seen = look(builder.get(guard))
+        if not seen:
+            return
+        said = [f"{words} {guard.name}: {seen}"]
+        if look is not _order:
+            builder.get_guard_manager(guard).add_lambda_guard(lambda value: look(value) == seen, said, None)
+            return
+        # What guards a dictionary takes no function: the root of the tree does, which is given the local names.
+        find, scope = compile(guard.name, "<guard>", "eval"), builder.scope["G"]
 
-    signed = copy.copy(guard)
-    signed.create_fn = with_signs
-    return signed
+        def in_order(local_names: dict[str, Any]) -> bool:
+            try:
+                return bool(_order(eval(find, {"L": local_names, "G": scope})) == seen)
+            except (AttributeError, KeyError, IndexError, TypeError):  # what is on the way there has changed
+                return False
+
+        builder.guard_manager.root.add_lambda_guard(in_order, said, None)
+
+    closer = copy.copy(guard)
+    closer.create_fn = create_both
+    return closer
+
+
+_OF_HISTORY = frozenset({"is_leaf", "grad_fn", "_base", "_is_view", "retains_grad", "output_nr"})
+
+
+def _history(tensor: torch.Tensor) -> tuple[Any, ...]:
+    known = tensor.is_leaf, tensor._is_view(), tensor.retains_grad, tensor.output_nr
+    return (*known, type(tensor.grad_fn))
+
+
+def _order(keyed: Any) -> list[Any]:
+    return list(keyed) if isinstance(keyed, collections.OrderedDict) else []
 
 
 def _signs_of_zeros(value: Any) -> list[float]:
@@ -393,6 +445,13 @@ def _signs_of_zeros(value: Any) -> list[float]:
     if isinstance(value, (tuple, list, set, frozenset)):
         return [sign for element in value for sign in _signs_of_zeros(element)]
     return []
+
+
+_LOOKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "CONSTANT_MATCH": ("the signs of the zeros in", _signs_of_zeros),
+    "EQUALS_MATCH": ("the signs of the zeros in", _signs_of_zeros),
+    "DICT_KEYS_MATCH": ("the order of", _order),
+}
 
 
 def _with_classes(
@@ -468,19 +527,22 @@ def read(
         _quiet_backends(),
         as_kernels_do(),
     ):
+        before = set(plain.__globals__)
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)
         except ReadErrors as error:
             _forget_reading(error)
+            _remove(plain.__globals__, _own_names(plain.__globals__, before))
             raise
         except Exception as error:
             _forget_reading(error)
+            _remove(plain.__globals__, _own_names(plain.__globals__, before))
             # A fault of Dynamo's own, of any type; its own entry (convert_frame.py) wraps all of them into this one
             # too.
             raise exc.InternalTorchDynamoError(f"{type(error).__name__}: {error}") from error
         if capture.backend_input is not None:
             refuse_miscompiled(capture.backend_input.graph_module)
-        reading = Reading(plain, capture)
+        reading = Reading(plain, capture, _own_names(plain.__globals__, before))
         if capture.backend_input is not None:
             forget_tensors(node.meta.get("example_value") for node in capture.backend_input.graph_module.graph.nodes)
         return reading
