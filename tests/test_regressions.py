@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import gc
 import operator
@@ -858,58 +857,6 @@ def test_a_gradient_has_the_strides_that_batch_norm_gives_its_result(
     for mine, its in zip(found[1], found[0], strict=True):
         assert mine.stride() == its.stride()
         torch.testing.assert_close(mine, its, rtol=0, atol=0)
-
-
-def graphed_by(entry: str, function: Any, *samples: torch.Tensor) -> Any:
-    if entry == "torch.compile":
-        return torch.compile(function, backend="graphed")
-    return fxgraph.make_graphed_callables(function, samples)
-
-
-@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")  # of grad_fn Dynamo makes a break
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
-@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
-@pytest.mark.parametrize(
-    "asks",
-    [
-        lambda x: x.is_leaf,
-        lambda x: x.grad_fn is not None,
-        lambda x: x._base is not None,
-        lambda x: getattr(x, "is_leaf"),  # noqa: B009  # found among the constants of the code
-    ],
-)
-def test_what_an_argument_is_to_autograd_is_seen_where_the_callable_asks(asks: Any, entry: str, device: str) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return x * (2.0 if asks(x) else 3.0)
-
-    leaf, base = torch.ones(3, device=device, requires_grad=True), torch.ones(4, 3, device=device, requires_grad=True)
-    graphed = graphed_by(entry, f, leaf)
-    for x in (leaf, leaf * 1, base[0], leaf, torch.ones(3, device=device), base.detach()[0], base[1] * 1):
-        assert torch.equal(graphed(x), f(x))
-
-
-@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
-def test_an_ordered_dict_in_another_order_is_another_program(entry: str, device: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = collections.OrderedDict(add=1.0, more=2.0)
-            self.tensors = collections.OrderedDict(a=torch.ones(2, device=device), b=torch.zeros(2, device=device))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for value in self.steps.values():
-                x = x * 2 + value
-            return x - next(iter(self.tensors.values()))
-
-    x, net = torch.ones(2, device=device), Net()
-    plain = copy.deepcopy(net)
-    net = graphed_by(entry, net, x)
-    for change in (None, ("steps", "add"), None, ("tensors", "a"), ("steps", "more"), ("tensors", "b")):
-        for module in (net, plain):
-            if change is not None:
-                getattr(module, change[0]).move_to_end(change[1])
-        for _ in range(2):
-            assert torch.equal(net(x), plain(x))
 
 
 def test_readings_leave_nothing_in_the_module_of_the_function() -> None:

@@ -49,8 +49,10 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -115,6 +117,53 @@ def _handlers_ask() -> None:
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
     handlers.update({op: asking(handlers[op]) for op in (torch.addcdiv, torch._foreach_lerp_) if op in handlers})
+
+
+def _guard_what_is_missing() -> None:
+    """Have Dynamo guard that a key or an attribute is not there where its reading has met the error for that.
+
+    It goes on in the ``except``, without a guard: the key that is put there later would not be seen. For all backends,
+    as it is Dynamo that reads, before any is asked.
+    """
+
+    def guarding_key(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def getitem(self: Any, tx: Any, key: Any) -> Any:
+            try:
+                return original(self, tx, key)
+            except exc.ObservedKeyError:
+                self.install_dict_contains_guard(tx, [key])
+                raise
+
+        return getitem
+
+    def guarding_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def var_getattr(self: Any, tx: Any, name: str) -> Any:
+            try:
+                return original(self, tx, name)
+            except exc.ObservedAttributeError:
+                if self.source is not None:
+                    guards.install_guard(self.source.make_guard(functools.partial(_is_missing, attr=name)))
+                raise
+
+        return var_getattr
+
+    dictionary: Any = ConstDictVariable
+    dictionary.getitem_const_raise_exception_if_absent = guarding_key(
+        dictionary.getitem_const_raise_exception_if_absent
+    )
+    instance: Any = UserDefinedObjectVariable
+    instance.var_getattr = guarding_attribute(instance.var_getattr)
+
+
+def _is_missing(builder: Any, guard: Any, attr: str) -> None:
+    there = hasattr(builder.get(guard), attr)
+    said = [f"hasattr({guard.name}, {attr!r}) is {there}"]
+    builder.get_guard_manager(guard).add_lambda_guard(lambda value: hasattr(value, attr) == there, said, None)
+
+
+_guard_what_is_missing()
 
 
 @contextlib.contextmanager
