@@ -29,7 +29,7 @@ from .engines.base import compact
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import ALIVE as PROGRAMS
-from .program import EagerFallbackWarning, Pools, Program
+from .program import EagerFallbackWarning, Pools, Program, RunOriginal
 from .stages import Stages
 
 ALIVE: weakref.WeakSet[GraphedCallable] = weakref.WeakSet()
@@ -118,6 +118,8 @@ class GraphedCallable:
                     self._traced = [traced, *(other for other in self._traced if other is not traced)]
                 try:
                     return traced.call(*given, **kwargs)
+                except RunOriginal as error:
+                    return self._run_failing(str(error), self._where(), args, kwargs)
                 except Exception as error:  # the callable's own goes on
                     if not traced.trace.does_not_fit(error):
                         raise
@@ -260,7 +262,10 @@ class GraphedCallable:
                 return self._answer_untraceable(error, args, kwargs)
             self._add(traced)
         traced.trace.pass_over()
-        return traced.call(*self._bound_self, *args, **kwargs)
+        try:
+            return traced.call(*self._bound_self, *args, **kwargs)
+        except RunOriginal as error:
+            return self._run_failing(str(error), self._where(), args, kwargs)
 
     def _answer_untraceable(self, error: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if error.id == "op-failed":
@@ -337,6 +342,8 @@ class GraphedCallable:
                 violations=tuple(report.violations),
             )
         program = stages.build(judged, traced.specs, self.options, self.name, self.pools)
+        if isinstance(program, Program):
+            program.alone = not self.options.passes
         # What is at work around a call has been asked when its guards are; the ops of stages may change it.
         return _Traced(traced, program, traced.bind(program.called if isinstance(program, Program) else program))
 

@@ -61,6 +61,11 @@ class RunEagerly(Exception):
     """Why a call is not replayed but run eagerly."""
 
 
+class RunOriginal(Exception):
+    """Why the callable itself is to run, not the graph that was made of it: an op may fail, and then what the callable
+    does to Python objects before it has to have happened, which a graph leaves for its end."""
+
+
 class Runner(Protocol):
     """What runs a torch-level graph for flat inputs."""
 
@@ -193,6 +198,7 @@ class Program:
         around: Callable[[dict[str, str]], Runner | None] | None = None,
     ) -> None:
         self._around = around
+        self.alone = False  # the whole of a callable, which can run in its place
         self.instead: Runner | None = None  # Note [An op that fails to be captured]
         self.graph, self._attributes = trace.lift_attributes(graph)
         self.specs = (
@@ -264,6 +270,8 @@ class Program:
         except _OnAten:
             return self.called(*given)
         self.say_eager(reason)
+        if self.alone and reason.startswith(_FAILED):
+            raise RunOriginal(reason)
         try:
             return tuple(self._eager(*inputs))
         except Exception as error:

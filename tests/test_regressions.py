@@ -869,3 +869,32 @@ def test_readings_leave_nothing_in_the_module_of_the_function() -> None:
         gc.collect()
         counts.append(len(set(vars(nn.modules.container)) - names))
     assert counts[-1] <= counts[1], "as many as one reading has"
+
+
+@pytest.mark.filterwarnings("ignore:.*the capture failed:fxgraph.EagerFallbackWarning")
+def test_an_op_that_fails_leaves_the_python_state_that_it_leaves_in_eager(device: str) -> None:
+    """Fake tensors let another dtype through; eager has counted the call before the op fails."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen += 1
+            return self.linear(x)
+
+    x = torch.randn(5, 4, device=device)
+    eager = Counting().to(device)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), (x,))
+    for given in (x, x.double(), x, x.double(), x):
+        for module in (eager, graphed):
+            if given is x:
+                module(given)
+            else:
+                with pytest.raises(RuntimeError, match="same dtype"):
+                    module(given)
+        assert (graphed.calls, graphed.seen.item()) == (eager.calls, eager.seen.item())
+    assert fxgraph.stats(graphed).replays == 3
