@@ -302,7 +302,7 @@ class GraphedCallable:
 
     def _call_parts(self, split: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with dynamo.strict():
+            with dynamo.strict(), dynamo.torch_modules_read():
                 result = split(*args, **kwargs)
         except dynamo.ReadErrors as error:
             if not dynamo.op_failed(error):

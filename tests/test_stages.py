@@ -565,3 +565,54 @@ def test_each_reason_for_a_cut_is_said_once_in_the_order_of_the_program(device: 
     messages = [str(one.message) for one in said if issubclass(one.category, fxgraph.EagerFallbackWarning)]
     assert ["[host-sync]" in message for message in messages] == [True, False]
     assert ["[data-dependent-shape]" in message for message in messages] == [False, True]
+
+
+def in_a_loop(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for module in (first, second):
+        x = module(x)
+        print(end="")  # noqa: T201  # breaks the graph
+    return x
+
+
+def beside_a_with(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = first(x)
+    with fxgraph.eager():
+        scale = x.mean().item()
+    return second(x) * scale
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
+@pytest.mark.parametrize("function", [in_a_loop, beside_a_with])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    ],
+    ids=["Sequential", "TransformerEncoderLayer"],
+)
+def test_torchs_own_modules_are_captured_where_dynamo_does_not_go_on(
+    function: Callable[..., Any], make: Callable[[], nn.Module], device: str
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make(), make()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(self.first, self.second, x)
+
+    eager = Model().to(device)
+    x = torch.randn(2, 4, 8, device=device)
+    graphed = fxgraph.make_graphed_callables(copy.deepcopy(eager), (x,))
+    for _ in range(3):
+        results = []
+        for module in (eager, graphed):
+            module.zero_grad()
+            out = module(x)
+            out.square().mean().backward()
+            results.append([out, *[p.grad for p in module.parameters()]])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=0)
+    assert len(fxgraph.stats(graphed).captures) == 2

@@ -96,6 +96,8 @@ NAMES: list[tuple[str, list[str]]] = [
     ("torch._dynamo.variables.dicts.ConstDictVariable.install_dict_contains_guard", ["tx", "args"]),
     ("torch._dynamo.variables.user_defined.UserDefinedObjectVariable.var_getattr", ["tx", "name"]),
     ("torch._dynamo.exc.ObservedKeyError", []),
+    ("torch._dynamo.trace_rules.check", ["obj", "is_inlined_call"]),
+    ("torch._dynamo.guards._get_closure_vars", []),
     ("torch._dynamo.exc.ObservedAttributeError", []),
     ("torch._guards.TracingContext.try_get", []),
     ("torch._C._AutoDispatchBelowAutograd", []),

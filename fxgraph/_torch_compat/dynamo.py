@@ -34,8 +34,10 @@ import functools
 import itertools
 import math
 import operator
+import os
 import re
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -46,7 +48,7 @@ import torch
 import torch._dynamo
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import TensorGuards
-from torch._dynamo import convert_frame, exc, guards
+from torch._dynamo import convert_frame, exc, guards, trace_rules
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -155,6 +157,42 @@ def _guard_what_is_missing() -> None:
     )
     instance: Any = UserDefinedObjectVariable
     instance.var_getattr = guarding_attribute(instance.var_getattr)
+
+
+_TORCH_MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
+_reading_modules = threading.local()
+
+
+def _read_torch_modules() -> None:
+    """Have Dynamo read the forwards of torch's own modules while :func:`torch_modules_read` is on.
+
+    It inlines them into what it reads, but does not begin with one: after a break in a loop over such modules nothing
+    of them would be captured.
+    """
+    original = trace_rules.check
+
+    @functools.wraps(original)
+    def check(obj: Any, *args: Any, **kwargs: Any) -> bool:
+        if getattr(_reading_modules, "on", False) and isinstance(obj, types.CodeType) and obj.co_name == "forward":
+            inlined = args[0] if args else kwargs.get("is_inlined_call", False)
+            if not inlined and obj.co_filename.startswith(_TORCH_MODULES):
+                return False
+        return bool(original(obj, *args, **kwargs))
+
+    trace_rules.check = check
+
+
+_read_torch_modules()
+
+
+@contextlib.contextmanager
+def torch_modules_read() -> Iterator[None]:
+    """Forwards of torch's own modules that run inside, in frames of their own, are read too."""
+    before, _reading_modules.on = getattr(_reading_modules, "on", False), True
+    try:
+        yield
+    finally:
+        _reading_modules.on = before
 
 
 def _is_missing(builder: Any, guard: Any, attr: str) -> None:
@@ -459,11 +497,12 @@ def _looking_closer(guard: Any, looks: dict[str, tuple[str, Callable[[Any], Any]
             builder.get_guard_manager(guard).add_lambda_guard(lambda value: look(value) == seen, said, None)
             return
         # What guards a dictionary takes no function: the root of the tree does, which is given the local names.
-        find, scope = compile(guard.name, "<guard>", "eval"), builder.scope["G"]
+        find = compile(guard.name, "<guard>", "eval")  # Dynamo's own expression, in its own words
+        scope = {**guards._get_closure_vars(), "G": builder.scope["G"]}
 
         def in_order(local_names: dict[str, Any]) -> bool:
             try:
-                return bool(_order(eval(find, {"L": local_names, "G": scope})) == seen)
+                return bool(_order(eval(find, scope, {"L": local_names})) == seen)
             except (AttributeError, KeyError, IndexError, TypeError):  # what is on the way there has changed
                 return False
 
