@@ -31,7 +31,7 @@ from passes.facts import describe_call, ops_of, output_args, overload_of, value_
 from passes.host_constants import beside_their_users, made_on_host
 from passes.modes import take_out_switches
 from passes.pipeline import copy_graph_module
-from passes.split import assign_stages, calls_of_stages, feeding_outputs, split
+from passes.split import Facts, assign_stages, calls_of_stages, feeding_outputs, split
 from passes.values import refresh_values
 from passes.verify_calls import NOT_ON_FAKES
 from passes.views_again import make_views_again
@@ -106,8 +106,10 @@ class _Builder:
         if home_device(lifted.graph) is not None:
             beside = beside_their_users(lifted, made_on_host(lifted).difference(reasons))
 
+        facts = Facts(lifted)
+
         def assign() -> dict[fx.Node, int]:
-            found = assign_stages(lifted, reasons, outputs)
+            found = assign_stages(lifted, reasons, outputs, facts)
             return {node: found[beside.get(node, node)] for node in found}
 
         stages = assign()
@@ -121,7 +123,7 @@ class _Builder:
             return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
         if len(set(stages.values())) == 1:
             return self.program(graph, specs, guarded=True)
-        make_views_again(lifted, stages)
+        make_views_again(stages, facts)
         return Stages(lifted, attributes, stages, reasons, specs, self, after)
 
     def program(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], guarded: bool) -> Program:
@@ -160,9 +162,7 @@ def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.
         if failed is not None and not isinstance(failed[1], NOT_ON_FAKES):
             node, error = failed
             problem = f"an op of the graph fails: {describe_call(node)} ({where_of(node)}): {trace.first_line(error)}"
-            raise passes.PassError(
-                name, "ensures", problem, diff="".join(step.diff for step in result.steps)
-            ) from error
+            raise passes.PassError(name, "ensures", problem, diff=result.steps[0].diff) from error
         names, results = _interface(graph)
         if names != inputs or len(results) != len(outputs):
             problem = (

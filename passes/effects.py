@@ -58,7 +58,11 @@ def written_arguments(op: OpOverload, given: Callable[[str], Any]) -> list[str]:
 
 def changes_metadata(node: Node) -> bool:
     """Return whether ``node`` changes size, strides, storage or autograd's record of a tensor that exists."""
-    op = node.target
+    return reshapes(node.target)
+
+
+def reshapes(op: object) -> bool:
+    """Return whether an operator does what `changes_metadata` says."""
     if not isinstance(op, OpOverload):
         return False
     return torch.Tag.inplace_view in op.tags or op._schema.name.partition("::")[2] in _METADATA

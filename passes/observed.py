@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .effects import PURE_NAMESPACES, draws, written_arguments
+from .effects import PURE_NAMESPACES, draws, reshapes, written_arguments
 from .facts import tensors_of, value_of
 
 
@@ -28,10 +28,12 @@ class Observed:
 
     Attributes:
         written: storages of the call's inputs that were written, as the tracer's fakes have them.
+        reshaped: those of the inputs whose sizes, strides or storage were changed in place, likewise.
         draws: whether one of the ops may draw random numbers.
     """
 
     written: set[int] = field(default_factory=set)
+    reshaped: set[int] = field(default_factory=set)
     draws: bool = False
 
 
@@ -96,13 +98,17 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
             self.observed.draws |= draws(func) or func.namespace not in (*PURE_NAMESPACES, "prim")
+            if reshapes(func):
+                self.observed.reshaped.update(self._known(args))
             declared = func._schema.arguments
             given = dict(zip([a.name for a in declared if not a.kwarg_only], args, strict=False)) | kwargs
             defaults = {a.name: a.default_value for a in declared}
             for name in written_arguments(func, lambda name: given.get(name, defaults.get(name))):
-                for tensor in pytree.tree_leaves(given.get(name)):
-                    if isinstance(tensor, torch.Tensor):
-                        storage = tensor.untyped_storage()._cdata
-                        if storage in self.storages:
-                            self.observed.written.add(self.storages[storage])
+                self.observed.written.update(self._known(given.get(name)))
         return func(*args, **kwargs)
+
+    def _known(self, values: Any) -> list[int]:
+        """The tracer's storages among those of values."""
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        return [self.storages[storage] for storage in storages if storage in self.storages]

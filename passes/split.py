@@ -25,7 +25,9 @@ from .modes import SWITCHES, put_switches_around
 from .observed import Observed, observe
 
 
-def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collection[Node] = ()) -> dict[Node, int]:
+def assign_stages(
+    gm: GraphModule, eager: Collection[Node], cut_after: Collection[Node] = (), facts: Facts | None = None
+) -> dict[Node, int]:
     """The stage of each op of a torch-level graph.
 
     Args:
@@ -33,13 +35,14 @@ def assign_stages(gm: GraphModule, eager: Collection[Node], cut_after: Collectio
             every op keeps its place.
         eager: ops that must not be captured.
         cut_after: captured ops whose result must leave its stage before it is used.
+        facts: of this graph, where they are known.
     Returns:
         Stages without gaps in each kind: 0, 1, 2, ...; an even one may be empty at the beginning.
     """
     nodes = ops_of(gm)
     in_order = any(_switches_state(node) for node in nodes) or not all(map(_is_described, nodes))
     in_order |= any(not _has_storage(tensor) for node in nodes for tensor in tensors_of(node))
-    facts = Facts(gm)
+    facts = Facts(gm) if facts is None else facts
     changed = {storage for node in nodes for storage in facts.changed(node)}
     final = set(_uses_of_final_values(gm, facts))
     stages: dict[Node, int] = {}
@@ -159,12 +162,20 @@ class Facts:
         if seen is None:
             written = _written_by_name(node)
             return self.touched(node) if written is None else set().union(*[self.memory[one] for one in written])
-        sources = [one for one in node.all_input_nodes if _storages_of_value(one) & seen.written]
-        return set().union(*[self.memory[one] for one in sources])
+        return self._of_sources(node, seen.written)
+
+    def reshaped(self, node: Node) -> set[int]:
+        """The storages of tensors whose sizes, strides or storage an op changes in place."""
+        seen = self._observe(node)
+        return set() if seen is None else self._of_sources(node, seen.reshaped)
 
     def draws(self, node: Node) -> bool:
         """Whether an op may draw random numbers."""
         return _may_draw(node, self._observe(node))
+
+    def _of_sources(self, node: Node, storages: set[int]) -> set[int]:
+        """The storages that inputs of an op may lie in which, by their fakes, lie in some of these."""
+        return set().union(*[self.memory[one] for one in node.all_input_nodes if _storages_of_value(one) & storages])
 
     def _observe(self, node: Node) -> Observed | None:
         if node not in self._observed:

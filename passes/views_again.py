@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from .facts import tensors_of, value_of
 from .split import IN_PLACE, Facts
 
 
-def make_views_again(gm: GraphModule, stages: dict[Node, int]) -> None:
-    """Copy views into the captured stages (the even ones) that change their memory; ``stages`` gets the copies."""
-    facts = Facts(gm)
+def make_views_again(stages: dict[Node, int], facts: Facts) -> None:
+    """Copy views into the captured stages (the even ones) that change their memory; ``stages`` gets the copies.
+
+    Not of memory where an op changes a tensor's own sizes or strides (``t_``): the tensor itself has to be there.
+    """
+    reshaped = {storage for node in stages for storage in facts.reshaped(node)}
     changed: dict[int, set[int]] = {}
     for node, stage in stages.items():
         if stage % 2 == 0:
             changed.setdefault(stage, set()).update(facts.changed(node))
-    for stage, storages in changed.items():
+    for stage, of_stage in changed.items():
+        storages = of_stage - reshaped
         inside = [node for node in stages if stages[node] == stage]
         coming = [
             source

@@ -132,3 +132,56 @@ def test_views_that_are_changed_across_a_break_are_captured(function: Callable[.
             torch.testing.assert_close(other, one, rtol=0, atol=0)
     reasons = [reason for reason in fxgraph.stats().eager_reasons if "data-dependent-shape" not in reason]
     assert not reasons, "every part but the break is captured"
+
+
+def turned(x: torch.Tensor) -> Any:
+    y = x * 2
+    v = y[1:3]
+    v.t_()
+    n = a_break(y)
+    v.mul_(n)
+    return y + 1, v.exp()
+
+
+def turned_on_the_other_side(x: torch.Tensor) -> Any:
+    y = x * 2
+    v = y[1:3]
+    n = a_break(y)
+    v.mul_(n)
+    v.t_()
+    m = a_break(y)
+    v.add_(m)
+    return y * 1, v.exp()
+
+
+def squeezed(x: torch.Tensor) -> Any:
+    y = x * 2
+    v = y[1:2]
+    n = a_break(y)
+    v.squeeze_(0)
+    v.mul_(n)
+    y.add_(1)
+    return y, v.exp()
+
+
+def what_unsqueeze_gives_back(x: torch.Tensor) -> Any:
+    y = x * 2
+    v = y[1].unsqueeze_(0)
+    n = a_break(y)
+    v.mul_(n)
+    y.add_(1)
+    return y, v.exp()
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.parametrize("function", [turned, turned_on_the_other_side, squeezed, what_unsqueeze_gives_back])
+def test_a_tensor_that_is_reshaped_in_place_stays_that_tensor(function: Callable[..., Any], device: str) -> None:
+    x = torch.randn(4, 4, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    for _ in range(2):
+        results = []
+        for call in (function, graphed):
+            out = call(x)
+            results.append([*out, *torch.autograd.grad(sum(leaf.square().sum() for leaf in out), x)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=0)
