@@ -296,9 +296,8 @@ def _number_from_tensor(node: Node) -> str | None:
     if (tensor := read_as_number(node)) is not None:
         return str(tensor)
     if name_of(node) in ("getitem", "setitem"):
-        bounds = [
-            bound for one in _indices(node) if isinstance(one, slice) for bound in (one.start, one.stop, one.step)
-        ]
+        slices = [index for index in _indices(node) if isinstance(index, slice)]
+        bounds = [bound for one in slices for bound in (one.start, one.stop, one.step)]
         return next((f"{bound}, a bound of a slice" for bound in bounds if computes_tensor(bound)), None)
     return None
 

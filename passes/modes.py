@@ -157,7 +157,7 @@ def ending_at_errors(gm: GraphModule) -> Callable[..., Any]:
         before, depth = [switch.now() for switch in settings], len(_entered.modes)
         try:
             return watched.forward(*args)
-        except BaseException:
+        except BaseException:  # an interrupt too ends a `with`
             while len(_entered.modes) > depth:
                 exit_mode, mode = _entered.modes.pop()
                 exit_mode(mode)

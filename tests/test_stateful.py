@@ -94,4 +94,4 @@ def test_no_course_of_steps_differs_from_eager(device: str) -> None:
     modest = settings(max_examples=12, stateful_step_count=30, phases=[Phase.generate], report_multiple_bugs=False)
     with torch.backends.cudnn.flags(deterministic=True):  # else eager itself differs from run to run
         run_state_machine_as_test(OnDevice, settings=modest)
-    assert OnDevice.steps > 200
+    assert OnDevice.steps > 300

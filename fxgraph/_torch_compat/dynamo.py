@@ -128,36 +128,37 @@ def _guard_what_is_missing() -> None:
     as it is Dynamo that reads, before any is asked.
     """
 
-    def guarding_key(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def getitem(self: Any, tx: Any, key: Any) -> Any:
-            try:
-                return original(self, tx, key)
-            except exc.ObservedKeyError:
-                self.install_dict_contains_guard(tx, [key])
-                raise
+    def guarding(owner: Any, method: str, missing: type[Exception], guard: Callable[[Any, Any, Any], None]) -> None:
+        original = getattr(owner, method)
 
-        return getitem
-
-    def guarding_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        def read(self: Any, tx: Any, name: Any) -> Any:
             try:
                 return original(self, tx, name)
-            except exc.ObservedAttributeError:
-                if self.source is not None:
-                    guards.install_guard(self.source.make_guard(functools.partial(_is_missing, attr=name)))
+            except missing:
+                guard(self, tx, name)
                 raise
 
-        return var_getattr
+        setattr(owner, method, read)
 
-    dictionary: Any = ConstDictVariable
-    dictionary.getitem_const_raise_exception_if_absent = guarding_key(
-        dictionary.getitem_const_raise_exception_if_absent
-    )
-    instance: Any = UserDefinedObjectVariable
-    instance.var_getattr = guarding_attribute(instance.var_getattr)
+    def no_key(variable: Any, tx: Any, key: Any) -> None:
+        variable.install_dict_contains_guard(tx, [key])
 
+    def no_attribute(variable: Any, tx: Any, name: str) -> None:
+        if variable.source is not None:
+            guards.install_guard(variable.source.make_guard(functools.partial(_is_missing, attr=name)))
+
+    guarding(ConstDictVariable, "getitem_const_raise_exception_if_absent", exc.ObservedKeyError, no_key)
+    guarding(UserDefinedObjectVariable, "var_getattr", exc.ObservedAttributeError, no_attribute)
+
+
+def _is_missing(builder: Any, guard: Any, attr: str) -> None:
+    there = hasattr(builder.get(guard), attr)
+    said = [f"hasattr({guard.name}, {attr!r}) is {there}"]
+    builder.get_guard_manager(guard).add_lambda_guard(lambda value: hasattr(value, attr) == there, said, None)
+
+
+_guard_what_is_missing()
 
 _TORCH_MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
 _reading_modules = threading.local()
@@ -193,15 +194,6 @@ def torch_modules_read() -> Iterator[None]:
         yield
     finally:
         _reading_modules.on = before
-
-
-def _is_missing(builder: Any, guard: Any, attr: str) -> None:
-    there = hasattr(builder.get(guard), attr)
-    said = [f"hasattr({guard.name}, {attr!r}) is {there}"]
-    builder.get_guard_manager(guard).add_lambda_guard(lambda value: hasattr(value, attr) == there, said, None)
-
-
-_guard_what_is_missing()
 
 
 @contextlib.contextmanager
@@ -618,13 +610,11 @@ def read(
         before = set(plain.__globals__)
         try:
             capture = convert_frame.fullgraph_capture(function, args, kwargs)
-        except ReadErrors as error:
-            _forget_reading(error)
-            _remove(plain.__globals__, _own_names(plain.__globals__, before))
-            raise
         except Exception as error:
             _forget_reading(error)
             _remove(plain.__globals__, _own_names(plain.__globals__, before))
+            if isinstance(error, ReadErrors):
+                raise
             # A fault of Dynamo's own, of any type; its own entry (convert_frame.py) wraps all of them into this one
             # too.
             raise exc.InternalTorchDynamoError(f"{type(error).__name__}: {error}") from error

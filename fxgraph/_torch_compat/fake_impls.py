@@ -88,10 +88,8 @@ def _batch_norm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func is aten.native_batch_norm_backward.default:
             made = [x.new_empty(x.shape[1], dtype=of_statistics) if one else None for one in given["output_mask"][1:]]
             return as_input if given["output_mask"][0] else None, *made
-        count = (
-            x.shape[1] if given.get("training", func is not aten._native_batch_norm_legit_no_training.default) else 0
-        )
-        made = [x.new_empty(count, dtype=of_statistics) for _ in range(2)]
+        training = given.get("training", func is not aten._native_batch_norm_legit_no_training.default)
+        made = [x.new_empty(x.shape[1] if training else 0, dtype=of_statistics) for _ in range(2)]
         if func is aten._native_batch_norm_legit_functional.default:
             made += [torch.empty_like(given[name]) for name in ("running_mean", "running_var")]
     return as_input, *made
