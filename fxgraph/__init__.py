@@ -37,8 +37,8 @@ from .errors import (
     UncapturableError,
     VerifyError,
 )
+from .fallback import EagerFallbackWarning, KernelFallbackWarning
 from .options import Options
-from .program import EagerFallbackWarning, KernelFallbackWarning
 from .stats import Stats, stats
 
 __all__ = [

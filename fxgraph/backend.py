@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch import fx
 
 from passes.facts import ops_of
 
-from . import stages, trace
+from . import fallback, stages, trace
 from ._torch_compat import dynamo
 from .errors import OptionError
 from .options import Options
-from .program import EagerFallbackWarning, Pools
+from .program import Pools
 
 
 def graphed(
@@ -62,17 +61,22 @@ def graphed(
     return compile_graph(graph, chosen, Pools(), "a torch.compile graph")
 
 
-def compile_graph(graph: fx.GraphModule, options: Options, pools: Pools, name: str) -> Callable[..., tuple[Any, ...]]:
-    """A callable with the graph's flat inputs and outputs that captures and replays it."""
+def compile_graph(
+    graph: fx.GraphModule, options: Options, pools: Pools, name: str, numbers_vary: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """A callable with the graph's flat inputs and outputs that captures and replays it.
+
+    ``numbers_vary``: see :meth:`fxgraph.stages.Judged.of`.
+    """
     dynamo.demand_all_guards()
     dynamo.tighten_guards(graph)
     try:
         dynamo.refuse_miscompiled(graph)
     except dynamo.Miscompiled as error:
-        warnings.warn(f"fxgraph: {name} runs eagerly: it has {error}", EagerFallbackWarning, stacklevel=2)
+        fallback.warn(f"{name} runs eagerly: it has {error}")
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
-    program = stages.build(stages.Judged.of(graph, options), specs, options, name, pools)
+    program = stages.build(stages.Judged.of(graph, options, numbers_vary), specs, options, name, pools)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         dynamo.release_guards()
@@ -95,4 +99,5 @@ def _compile_part(
     if len(ops_of(graph)) < options.min_region_ops:
         dynamo.tighten_guards(graph)
         return trace.for_eager(graph)
-    return compile_graph(graph, options, pools, name)
+    # What Python computes before the break may come from data; Dynamo makes inputs of the floats that have changed.
+    return compile_graph(graph, options, pools, name, numbers_vary=True)

@@ -38,13 +38,10 @@ def check(
         return report
     function = as_function(original_of(callable))
     try:
-        traced = trace.read(function, args, kwargs, **_CONFIG)
+        traced = trace.read(function, args, kwargs, **trace.DATA_IN_GRAPH)
     except TraceError as error:
         return report + _judge_parts(function, args, kwargs, error)
     return report + _judge_whole(traced, args, kwargs)
-
-
-_CONFIG = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
 
 def _judge_whole(traced: trace.PythonTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> passes.Report:
@@ -56,8 +53,23 @@ def _judge_whole(traced: trace.PythonTrace, args: tuple[Any, ...], kwargs: dict[
     try:
         joint = trace.export(traced.graph, traced.specs, traced.flat_inputs(args, kwargs))
     except TraceError as error:
-        return passes.judge(error, TRACE_RULES)
+        return _judge_error(error)
     return passes.check(joint.gm)
+
+
+def _judge_error(error: TraceError) -> passes.Report:
+    """The rule that tracing found broken: one of its own, or one on captures."""
+    for rule in passes.CAPTURABLE:
+        if rule.id == error.id:
+            hint = f"{error.hint}; {_WHAT_COMES_AFTER}"
+            return passes.Report((rule.violation(_place(error), error.observed, error.expected, hint),))
+    return passes.judge(error, TRACE_RULES)
+
+
+def _place(error: TraceError) -> passes.Where:
+    file, _, rest = error.where.partition(":")
+    line = rest.split(" ")[0]
+    return passes.Where(file=file or None, line=int(line) if line.isdigit() else None)
 
 
 def _judge_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError) -> passes.Report:
@@ -66,17 +78,23 @@ def _judge_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], e
     """
     before = trace.read_until(error)
     report = passes.Report() if before is None else trace.check_torch_level(before)
-    report += passes.judge(error, TRACE_RULES)
+    report += _judge_error(error)
     if error.id != "untraceable":
         return report
     try:
-        more = _judge_whole(trace.read(function, args, kwargs, **_CONFIG, **trace.QUIET), args, kwargs)
+        more = _judge_whole(trace.read(function, args, kwargs, **trace.DATA_IN_GRAPH, **trace.QUIET), args, kwargs)
     except TraceError as second:
         before = trace.read_until(second)
         more = passes.Report() if before is None else trace.check_torch_level(before)
-        more += passes.judge(second, TRACE_RULES)
+        more += _judge_error(second)
     known = set(map(str, report.violations))
     return report + passes.Report(tuple(one for one in more.violations if str(one) not in known))
+
+
+_WHAT_COMES_AFTER = (
+    "to know what comes after it, it has to be run: torch._dynamo.explain(callable)(*args) does, and lists all such "
+    "pieces"
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +105,7 @@ class TraceRule(passes.Constraint[TraceError]):
 
     def violations(self, subject: TraceError) -> Iterator[passes.Violation]:
         if subject.id == self.id:
-            file, _, rest = subject.where.partition(":")
-            line = rest.split(" ")[0]
-            where = passes.Where(file=file or None, line=int(line) if line.isdigit() else None)
-            yield self.violation(where, subject.observed, self.expected)
+            yield self.violation(_place(subject), subject.observed, self.expected)
 
 
 @dataclass(frozen=True)
@@ -101,8 +116,8 @@ class Untraceable(TraceRule):
     title: ClassVar[str] = "the callable's Python does not fit into one graph"
     why: ClassVar[str] = "a replay runs no Python, so a branch or side effect that depends on data has no place in it"
     hint: ClassVar[str] = (
-        "move this piece out of the callable, or leave on_uncapturable='split' to capture around it; to know "
-        "what comes after it, it has to be run: torch._dynamo.explain(callable)(*args) does, and lists all such pieces"
+        "move this piece out of the callable, or leave on_uncapturable='split' to capture around it; "
+        f"{_WHAT_COMES_AFTER}"
     )
     expected: ClassVar[str] = "Python whose course depends on shapes and constants only"
 
@@ -114,7 +129,7 @@ class OpFailed(TraceRule):
     id: ClassVar[str] = "op-failed"
     title: ClassVar[str] = "an op of the callable fails on these inputs"
     why: ClassVar[str] = "what fails in eager has no graph"
-    hint: ClassVar[str] = "run the callable eagerly with the same arguments: it fails there too"
+    hint: ClassVar[str] = trace.IF_IT_WORKS_IN_EAGER
     expected: ClassVar[str] = "arguments on which the callable works in eager"
 
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import passes
 
-from . import engines, stages, trace
+from . import engines, fallback, stages, trace
 from ._torch_compat import dynamo
 from ._torch_compat.autograd import why_not_replay
 from ._torch_compat.fx import compile_now
@@ -29,7 +28,7 @@ from .engines.base import compact
 from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import ALIVE as PROGRAMS
-from .program import EagerFallbackWarning, Pools, Program, RunOriginal
+from .program import Pools, Program, RunOriginal
 from .stages import Stages
 
 ALIVE: weakref.WeakSet[GraphedCallable] = weakref.WeakSet()
@@ -287,9 +286,12 @@ class GraphedCallable:
         return self.original(*args, **kwargs)
 
     def _run_failing(self, observed: str, where: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call on which an op fails: eager decides, for the callable may catch the error itself."""
+        """A call on which an op fails: eager decides.
+
+        The callable may catch the error itself, or the op's fake implementation fails where its kernel does not.
+        """
         try:
-            return self.original(*args, **kwargs)
+            result = self.original(*args, **kwargs)
         except Exception as own:
             raise TraceError(
                 "op-failed",
@@ -299,10 +301,12 @@ class GraphedCallable:
                 expected="arguments on which the callable works in eager",
                 hint="the cause is attached",
             ).of_kind(own) from own
+        self._count_eager(f"[op-failed] {observed}" + (f" ({where})" if where else ""))
+        return result
 
     def _call_parts(self, split: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with dynamo.strict(), dynamo.torch_modules_read():
+            with dynamo.in_parts():
                 result = split(*args, **kwargs)
         except dynamo.ReadErrors as error:
             if not dynamo.op_failed(error):
@@ -311,8 +315,7 @@ class GraphedCallable:
         first = self._break not in self.eager_reasons
         self.eager_reasons[self._break] += 1
         if first and not self._captures_parts():
-            message = f"fxgraph: nothing of {self.name} is captured: {self._break}. {_NOTHING_AROUND}"
-            warnings.warn(message, EagerFallbackWarning, stacklevel=4)
+            fallback.warn(f"nothing of {self.name} is captured: {self._break}. {_NOTHING_AROUND}")
         return result
 
     def _captures_parts(self) -> bool:
@@ -342,6 +345,7 @@ class GraphedCallable:
                 violations=tuple(report.violations),
             )
         program = stages.build(judged, traced.specs, self.options, self.name, self.pools)
+        assert not isinstance(program, stages.EagerStage), "numbers are constants here"
         if isinstance(program, Program):
             program.alone = not self.options.passes
         # What is at work around a call has been asked when its guards are; the ops of stages may change it.
@@ -366,10 +370,10 @@ class GraphedCallable:
         except TraceError as error:
             # Passes of the user's can only remove what is in the graph.
             into_the_graph = self.options.on_uncapturable == "split" or self.options.passes
-            if not into_the_graph or error.id != "untraceable" or raises_itself(error):
+            if not into_the_graph or error.id in ("op-failed", "no-fake-impl") or raises_itself(error):
                 raise
             try:
-                return trace.read(self.function, args, kwargs, **dynamo.DATA_IN_GRAPH)
+                return trace.read(self.function, args, kwargs, **trace.DATA_IN_GRAPH)
             except TraceError:
                 raise error from None
 
@@ -401,7 +405,7 @@ class GraphedCallable:
             from .backend import split_callable
 
             self._split, self._break = split_callable(self.function, self.options, self.pools, self.name), reason
-            warnings.warn(f"fxgraph: {self.name} is captured in parts: {reason}", EagerFallbackWarning, stacklevel=5)
+            fallback.warn(f"{self.name} is captured in parts: {reason}")
 
     def _own_exception(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """What the callable itself raises on a sample that could not be traced, if it does.
@@ -420,7 +424,7 @@ class GraphedCallable:
 
     def _count_eager(self, reason: str, calls: int = 1) -> None:
         if reason not in self.eager_reasons:
-            warnings.warn(f"fxgraph: {self.name} runs eagerly: {reason}", EagerFallbackWarning, stacklevel=4)
+            fallback.warn(f"{self.name} runs eagerly: {reason}")
         self.eager_reasons[reason] += calls
 
     def _capture_looks(self) -> None:

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from . import (
     compiling,
     effects,
     engines,
+    fallback,
     partial,
     plan,
     replay,
@@ -47,14 +47,6 @@ from .slots import Capture, Slot
 
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every program that exists; ``fxgraph.stats()`` sums over it."""
-
-
-class EagerFallbackWarning(UserWarning):
-    """A graphed callable runs eagerly. The result is right; the speed is eager's."""
-
-
-class KernelFallbackWarning(UserWarning):
-    """A callable that should run on inductor's kernels runs on aten's. The result is right; the speed is theirs."""
 
 
 class RunEagerly(Exception):
@@ -611,8 +603,8 @@ class Program:
     def _say_kernels(self, reason: str) -> None:
         if reason not in self._without_inductor:
             self._without_inductor.add(reason)
-            text = f"fxgraph: {self.name} runs with aten kernels, not with inductor's: {reason}"
-            warnings.warn(text, KernelFallbackWarning, stacklevel=6)
+            text = f"{self.name} runs with aten kernels, not with inductor's: {reason}"
+            fallback.warn(text, fallback.KernelFallbackWarning)
 
     def _shared_plan(
         self,
@@ -684,5 +676,5 @@ class Program:
     def say_eager(self, reason: str, calls: int = 1) -> None:
         """See :class:`fxgraph.replay.Runner`."""
         if reason not in self.eager_reasons:
-            warnings.warn(f"fxgraph: {self.name} runs eagerly: {reason}", EagerFallbackWarning, stacklevel=4)
+            fallback.warn(f"{self.name} runs eagerly: {reason}")
         self.eager_reasons[reason] += calls

@@ -16,9 +16,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -36,9 +35,9 @@ from passes.values import refresh_values
 from passes.verify_calls import NOT_ON_FAKES
 from passes.views_again import make_views_again
 
-from . import engines, trace
+from . import engines, fallback, trace
 from .options import Options
-from .program import ALIVE, EagerFallbackWarning, Pools, Prepared, Program
+from .program import ALIVE, Pools, Prepared, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,21 +56,25 @@ class Judged:
     eager: dict[fx.Node, str]
 
     @classmethod
-    def of(cls, graph: fx.GraphModule, options: Options) -> Judged:
+    def of(cls, graph: fx.GraphModule, options: Options, numbers_vary: bool = False) -> Judged:
         """Run the user's passes over a graph of Dynamo's, and judge what they give.
 
+        Args:
+            graph: the torch-level graph.
+            options: those of the callable.
+            numbers_vary: numbers among the inputs are other ones at each call, so what reads them runs eagerly; else
+                each is a capture of its own.
         Raises:
             PassError: (of :mod:`passes`) from a pass of the user's, which it names.
         """
         if options.passes:
             graph = _rewritten(graph, options.passes)
         report = trace.check_torch_level(graph)
-        return cls(graph, report, _uncapturable(graph, report) if options.on_uncapturable == "split" else {})
+        eager = _uncapturable(graph, report, numbers_vary) if options.on_uncapturable == "split" else {}
+        return cls(graph, report, eager)
 
 
-def build(
-    judged: Judged, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools
-) -> Program | Stages:
+def build(judged: Judged, specs: Sequence[trace.InputSpec], options: Options, name: str, pools: Pools) -> Built:
     """One program for the whole graph, or several stages; see Note [Why a graph is cut]."""
     return _Builder(options, name, pools).build(judged.graph, specs, judged.eager)
 
@@ -89,9 +92,7 @@ class _Builder:
     pools: Pools
     failures: int = 0
 
-    def build(
-        self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], eager: dict[fx.Node, str]
-    ) -> Program | Stages:
+    def build(self, graph: fx.GraphModule, specs: Sequence[trace.InputSpec], eager: dict[fx.Node, str]) -> Built:
         """One program for the whole graph, or several stages with the ops ``eager`` between them."""
         outputs = feeding_outputs(graph)
         if not eager and not outputs:
@@ -119,8 +120,10 @@ class _Builder:
         if small != captured:
             reasons = {**dict.fromkeys(small, ""), **reasons}
             stages = assign()
-        elif reasons:
+        elif any(reasons.values()):
             return self.program(graph, specs, guarded=True)  # which runs eagerly as a whole, and says why
+        elif reasons:
+            return EagerStage(graph, (), self.name, self.pools)
         if len(set(stages.values())) == 1:
             return self.program(graph, specs, guarded=True)
         make_views_again(stages, facts)
@@ -153,7 +156,7 @@ def _alike(graph: fx.GraphModule, name: str) -> list[fx.Node]:
 def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.GraphModule:
     # A pass need not say which fake values its nodes have: on a graph of Dynamo's they can be made anew.
     rules = tuple(rule for rule in passes.WELL_FORMED if rule.id != "missing-fake-value")
-    inputs, outputs = _interface(graph)
+    outputs = _looks(graph)
     for one in chosen:
         name = passes.pass_name(one)
         result = passes.Pipeline((one,), rules, on_changed=())(graph)
@@ -163,23 +166,16 @@ def _rewritten(graph: fx.GraphModule, chosen: tuple[passes.AnyPass, ...]) -> fx.
             node, error = failed
             problem = f"an op of the graph fails: {describe_call(node)} ({where_of(node)}): {trace.first_line(error)}"
             raise passes.PassError(name, "ensures", problem, diff=result.steps[0].diff) from error
-        names, results = _interface(graph)
-        if names != inputs or len(results) != len(outputs):
-            problem = (
-                f"its inputs and number of outputs are {names} and {len(results)}, not {inputs} and {len(outputs)}"
-            )
-            raise passes.PassError(name, "ensures", problem)
-        for position, (old, new) in enumerate(zip(outputs, results, strict=True)):
+        for position, (old, new) in enumerate(zip(outputs, _looks(graph), strict=True)):
             if old and new and old != new:
                 raise passes.PassError(name, "ensures", f"output {position} is {new}, not {old}")
     return graph
 
 
-def _interface(graph: fx.GraphModule) -> tuple[list[str], list[str]]:
-    """The names of a graph's inputs, and what each output is; empty where that depends on data or is not known."""
-    inputs = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+def _looks(graph: fx.GraphModule) -> list[str]:
+    """What each output is; empty where that depends on data or is not known."""
     values = [value_of(out) if isinstance(out, fx.Node) else None for out in output_args(graph)]
-    return inputs, [_look(value) if isinstance(value, torch.Tensor) else "" for value in values]
+    return [_look(value) if isinstance(value, torch.Tensor) else "" for value in values]
 
 
 def _look(tensor: torch.Tensor) -> str:
@@ -188,11 +184,12 @@ def _look(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _uncapturable(graph: fx.GraphModule, report: passes.Report) -> dict[fx.Node, str]:
+def _uncapturable(graph: fx.GraphModule, report: passes.Report, numbers_vary: bool) -> dict[fx.Node, str]:
     """The ops of a torch-level graph that have to run eagerly, and why.
 
-    Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data: each
-    value would be a capture of its own. Empty where something else than an op (an input, say) is against a capture.
+    Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data (or vary
+    with the calls): each value would be a capture of its own. Empty where something else than an op (an input, say) is
+    against a capture.
     """
     by_name = {node.name: node for node in ops_of(graph)}
     numbers = {graph.graph.find_nodes(op="placeholder")[i] for i in trace.wrapped_numbers(graph)}
@@ -203,8 +200,13 @@ def _uncapturable(graph: fx.GraphModule, report: passes.Report) -> dict[fx.Node,
             return {}
         if not numbers.intersection(node.all_input_nodes):
             found[node] = f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
+    varying = numbers if numbers_vary else set()
     for node in by_name.values():
-        if node not in found and any(map(_depends_on_data, (node, *node.all_input_nodes))):
+        if not varying.isdisjoint(node.all_input_nodes):
+            found.setdefault(node, "")
+            if not isinstance(value_of(node), torch.Tensor):
+                varying.add(node)
+        elif node not in found and any(map(_depends_on_data, (node, *node.all_input_nodes))):
             found[node] = ""
     return found
 
@@ -234,6 +236,10 @@ class EagerStage:
 
     def release(self) -> None:
         """Nothing is held."""
+
+
+Built: TypeAlias = "Program | Stages | EagerStage"
+"""What runs a torch-level graph; an `EagerStage` where numbers that vary leave nothing to be captured."""
 
 
 class Stages:
@@ -270,7 +276,7 @@ class Stages:
             targets[str(node.target)] = made
         self._steps = _straight(glue, targets)
         for reason in dict.fromkeys(reasons[op] for op in graph.graph.nodes if reasons.get(op)):
-            warnings.warn(f"fxgraph: {name} is captured in parts: {reason}", EagerFallbackWarning, stacklevel=2)
+            fallback.warn(f"{name} is captured in parts: {reason}")
 
     @property
     def programs(self) -> list[Program]:

@@ -25,10 +25,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import passes
-from passes.capturable_ops import host_copy, reads_host_scalar
+from passes.capturable_ops import reads_host_scalar
 from passes.facts import output_args, tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
+from passes.host_copies import host_copy
 from passes.modes import ending_at_errors
+from passes.op_lists import CONTROL_FLOW
 
 from . import layers, stitching, weight_casts
 from ._torch_compat import aot, dynamo, inductor
@@ -238,9 +240,9 @@ def read(
     """Read one call into a torch-level graph.
 
     Raises:
-        TraceError: ``untraceable`` (Python that fits into no single graph; the cause is Dynamo's error) or
-        ``op-failed``
-            (an op fails on these inputs, as it would in eager).
+        TraceError: ``untraceable`` (Python that fits into no single graph; the cause is Dynamo's error), a rule on
+            captures that it breaks where its course depends on data (``host-sync``, ``data-dependent-shape``),
+            ``no-fake-impl``, or ``op-failed`` (an op fails on fake inputs, as it should in eager).
         BaseException: what the callable itself raises, with a note of the stage.
     """
     try:
@@ -254,7 +256,7 @@ def read(
                 where=user_line(error),
                 observed=dynamo.failure_of_op(error),
                 expected="arguments on which the callable works in eager",
-                hint="run the callable eagerly with the same arguments: it fails there too",
+                hint=IF_IT_WORKS_IN_EAGER,
             ) from error
         if op is not None:
             raise TraceError(
@@ -264,6 +266,16 @@ def read(
                 observed=op,
                 expected="ops with a fake (meta) implementation",
                 hint="give it one with torch.library.register_fake",
+            ) from error
+        rule = next((rule for rule in passes.CAPTURABLE if rule.id == dynamo.broken_rule(error)), None)
+        if rule is not None:
+            raise TraceError(
+                rule.id,
+                rule.title,
+                where=user_line(error) or _beginning(function),
+                observed=dynamo.reason(error),
+                expected="Python whose course depends on shapes and constants only",
+                hint=rule.hint,
             ) from error
         raise TraceError(
             "untraceable",
@@ -278,6 +290,13 @@ def read(
     return traced
 
 
+IF_IT_WORKS_IN_EAGER = (
+    "run the callable eagerly with the same arguments: it fails there too, or the op's fake implementation "
+    "(torch.library.register_fake) fails where its kernel does not"
+)
+
+DATA_IN_GRAPH = dynamo.DATA_IN_GRAPH
+"""Further settings for :func:`read`, with which what depends on data is a value of the graph."""
 QUIET = dynamo.QUIET
 """Further settings for :func:`read`, with which it passes over what prints or warns."""
 
@@ -306,6 +325,11 @@ def user_line(error: BaseException) -> str:
             frame = candidate
             break
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def _beginning(function: types.FunctionType | types.MethodType) -> str:
+    code = function.__code__
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 _TORCH = torch.__path__[0]
@@ -532,10 +556,6 @@ def _output_specs(metadata: Any, num_forward: int, total: int) -> tuple[OutputSp
     return tuple(specs)
 
 
-_CONTROL_FLOW = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}
-"""Higher-order ops that AOTAutograd leaves as they are, or fails at: ``while_loop`` asks for symbolic shapes."""
-
-
 def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     """The rules' verdict on a torch-level graph.
 
@@ -547,7 +567,7 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
         return passes.Report()
     report = passes.check(graph, passes.CAPTURABLE)
     for node in graph.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CONTROL_FLOW:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in CONTROL_FLOW:
             for part in _parts_of(graph, node):
                 report += passes.Report(
                     tuple(
@@ -566,7 +586,7 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
         if node is None:
             return True
         if violation.id == "higher-order-op":
-            return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _CONTROL_FLOW
+            return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in CONTROL_FLOW
         movable = violation.id == "several-devices" or host_copy(node) is not None or reads_host_scalar(node)
         return not movable or not concerns_only(node, constants)
 

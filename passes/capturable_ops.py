@@ -7,7 +7,7 @@ They hold on CPU graphs as well, so that a program behaves the same on a machine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ from .facts import (
     constant_of,
     describe_call,
     input_tensors_of,
-    is_aten,
     name_of,
     operator_of,
     overload_of,
@@ -36,9 +35,10 @@ from .facts import (
     value_of,
     where_of,
 )
+from .fakes import is_place
+from .host_copies import data_of, host_copy, indices_of
 from .masks import is_mask
 
-_COPIES = frozenset({"_to_copy", "copy_", "copy", "to", "cuda", "cpu", "type", "type_as", "device_put", "_copy_from"})
 _INDEXING = frozenset(
     {"getitem", "setitem", "index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"}
 )
@@ -144,7 +144,7 @@ class DataDependentShape(OpConstraint):
         if name == "isin" and not _keyword(node, "assume_unique") and (many := _looked_for_by_sorting(node)):
             return f"{describe_call(node)} with {many} values to look for"
         if name in _INDEXING:
-            mask = next((index for index in _indices(node) if is_mask(index)), None)
+            mask = next((index for index in indices_of(node) if is_mask(index)), None)
             return None if mask is None else f"{describe_call(node)} with the boolean mask {mask}"
         if name == "repeat_interleave":
             return f"{describe_call(node)} without output_size" if _repeats_from_data(node) else None
@@ -247,28 +247,6 @@ def _address(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]  # not among the class's declared names
 
 
-def host_copy(node: Node) -> str | None:
-    """Return the copy between host and device memory that ``node`` makes, in words, or None.
-
-    On a graph whose values are all on the CPU there is none. Where the device of ``x`` is unknown, ``x.cpu()`` is one,
-    and ``x.to("cpu")`` by its argument.
-    """
-    if name_of(node) not in _COPIES:
-        return None
-    before = {tensor.device for tensor in input_tensors_of(node) if not tensor.is_meta}
-    after = {tensor.device for tensor in tensors_of(node) if not tensor.is_meta}
-    kinds = {device.type for device in before | after}
-    if "cpu" in kinds and len(kinds) > 1:
-        source = _names(before - after) or _names(before)
-        return f"{describe_call(node)} from {source} to {_names(after)}"
-    if after or is_aten(node) or kinds == {"cpu"}:
-        return None
-    given = ["cpu"] if name_of(node) == "cpu" else [*node.args[1:], *node.kwargs.values()]
-    devices = [value for value in given if isinstance(value, (str, torch.device))]
-    to_cpu = name_of(node) in ("cpu", "to") and bool(devices) and torch.device(devices[0]).type == "cpu"
-    return f"{describe_call(node)} to cpu" if to_cpu else None
-
-
 def reads_host_scalar(node: Node) -> bool:
     """Return whether ``node`` takes the value of a tensor that lies on the host, as ``masked_fill`` may."""
     return _reads_scalar(operator_of(node)) and any(tensor.is_cpu for tensor in input_tensors_of(node))
@@ -295,31 +273,26 @@ def _number_from_tensor(node: Node) -> str | None:
     """What tensor an op takes a number from, in words, or None."""
     if (tensor := read_as_number(node)) is not None:
         return str(tensor)
+    if (data := data_of(node)) is not None and not isinstance(data, Node):  # a list, say, whose tensors are read
+        return next((str(leaf) for leaf in pytree.tree_leaves(data) if computes_tensor(leaf)), None)
     if name_of(node) in ("getitem", "setitem"):
-        slices = [index for index in _indices(node) if isinstance(index, slice)]
+        indices = list(indices_of(node))
+        if (place := next((index for index in indices if _is_place(index)), None)) is not None:
+            return f"{place}, an index without dimensions"
+        slices = [index for index in indices if isinstance(index, slice)]
         bounds = [bound for one in slices for bound in (one.start, one.stop, one.step)]
         return next((f"{bound}, a bound of a slice" for bound in bounds if computes_tensor(bound)), None)
     return None
 
 
-def _names(devices: set[torch.device]) -> str:
-    return " and ".join(sorted(str(device) for device in devices))
+def _is_place(index: Any) -> bool:
+    held = constant_of(index) if isinstance(index, Node) else index
+    return isinstance(held, torch.Tensor) and is_place(held)
 
 
 def _without_bounds(node: Node) -> bool:
     low, high = argument(node, "min", 2), argument(node, "max", 3)
     return (0 if low is None else low) == (0 if high is None else high)
-
-
-def _indices(node: Node) -> Iterator[Any]:
-    if (
-        name_of(node) == "getitem"
-        and isinstance(node.args[0], Node)
-        and isinstance(value_of(node.args[0]), (tuple, list))
-    ):
-        return  # an element of a tuple, not of a tensor
-    index = argument(node, "indices", 1)
-    yield from index if isinstance(index, (tuple, list)) else (index,)
 
 
 def _linear_algebra(node: Node, name: str) -> str | None:

@@ -14,10 +14,11 @@ from torch.fx import GraphModule, Node
 
 from . import op_lists
 from .capturable_collectives import COLLECTIVE_NAMESPACES
-from .capturable_ops import OpConstraint, host_copy
+from .capturable_ops import OpConstraint
 from .constraint import NodeConstraint, Satisfied, Verdict, Violation
 from .contract_arguments import PLAIN_TENSOR_TYPES, layout_of
 from .facts import CALLS, describe_call, input_tensors_of, name_of, overload_of, tensors_of, value_of, where_of
+from .host_copies import host_copy
 
 _TRACED_TENSOR_TYPES: frozenset[type] = PLAIN_TENSOR_TYPES | {FakeTensor, FunctionalTensor}
 _TORCH_NAMESPACES = COLLECTIVE_NAMESPACES | {"aten", "prims", "prim"}

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OperatorBase, OpOverload
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from .aliasing import Aliases, shared_with_return
-from .facts import schema_argument, value_of
+from .facts import constant_of, schema_argument, value_of
+from .op_lists import CONTROL_FLOW
 
 PURE_NAMESPACES = frozenset({"aten", "prims"})
 _METADATA = frozenset({"set_", "resize_", "resize_as_", "resize", "set"})
@@ -35,7 +36,7 @@ def written_inputs(node: Node) -> list[Node]:
         return []
     op = node.target
     if not isinstance(op, OpOverload):
-        return list(node.all_input_nodes)
+        return [] if _branches_write_nothing(node) else list(node.all_input_nodes)
 
     def given(name: str) -> Any:
         return schema_argument(node, op, name)
@@ -46,6 +47,16 @@ def written_inputs(node: Node) -> list[Node]:
         for leaf in pytree.tree_leaves(given(name))
         if isinstance(leaf, Node)
     ]
+
+
+def _branches_write_nothing(node: Node) -> bool:
+    """Whether ``node`` is control flow that only runs graphs which it is given, and no op of these writes."""
+    op = node.target
+    if not isinstance(op, HigherOrderOperator) or op.name() not in CONTROL_FLOW:
+        return False
+    given = [constant_of(source) for source in node.all_input_nodes if source.op == "get_attr"]
+    graphs = [one.graph for one in given if isinstance(one, GraphModule)]
+    return bool(graphs) and not any(written_inputs(inner) for graph in graphs for inner in graph.nodes)
 
 
 def written_arguments(op: OpOverload, given: Callable[[str], Any]) -> list[str]:

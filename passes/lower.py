@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
 
@@ -20,9 +21,15 @@ from .base import Pass, PassError
 from .capturable_ops import DataDependentShape, HostSync
 from .constraint import Constraint, judge
 from .facts import constant_of, value_of
-from .fakes import fake, fake_mode_of
+from .fakes import failures_unlogged, fake, fake_mode_of
 from .verify import AtenLevel
 
+_NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
 _LIFT = torch.ops.aten.lift_fresh_copy.default
 
 Flat = Callable[..., Any]
@@ -73,8 +80,9 @@ class LowerToAten(Pass):
 def names_what_needs_data(one: Pass, gm: GraphModule) -> Iterator[None]:
     """While ``gm`` is run on fake values inside: say which op it is that cannot be."""
     try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException, PendingUnbackedSymbolNotFound) as error:
+        with failures_unlogged():
+            yield
+    except _NEEDS_DATA as error:
         report = judge(gm, (HostSync(), DataDependentShape()))
         if report.ok:
             raise
@@ -166,7 +174,7 @@ def replace_graph(
     lifts = gm.graph.find_nodes(op="call_function", target=_LIFT)
     lifted = {source.target for node in lifts for source in node.all_input_nodes}
     function = transform(flat_function(gm, arguments, interpreter))
-    with preserve_node_meta(), fake_mode_of(arguments.flat):
+    with preserve_node_meta(), fake_mode_of(arguments.flat), _dispatcher_for(arguments.flat):
         traced = make_fx(function)(*arguments.flat)
     graph = Graph()
     copied: dict[Node, Node] = {}
@@ -193,6 +201,14 @@ def replace_graph(
     graph.output(torch.fx.map_arg(returned.args[0], copied.__getitem__)).meta = dict(gm.graph.output_node().meta)
     graph.set_codegen(gm.graph._codegen)
     gm.graph = graph
+
+
+def _dispatcher_for(values: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
+    """Python's dispatcher where sizes are symbols, as in make_fx: in C++ some in-place ops take numbers alone."""
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in (*value.shape, *value.stride()))
+    if any(isinstance(number, torch.SymInt) for number in (*values, *sizes)):
+        return enable_python_dispatcher()
+    return contextlib.nullcontext()
 
 
 def _keep_constant(gm: GraphModule, traced: GraphModule, node: Node, graph: Graph, copied: dict[Node, Node]) -> None:

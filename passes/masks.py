@@ -15,7 +15,11 @@ _MASK_TYPES = ("BoolTensor", "ByteTensor")
 
 
 def is_mask(index: Any) -> bool:
-    """Return whether an index is a boolean (or uint8) tensor: by its dtype, else by what computes it."""
+    """Return whether an index is a boolean (or uint8) tensor, or a list that becomes one: by its dtype, else by what
+    computes it.
+    """
+    if isinstance(index, list) and index and all(isinstance(one, bool) for one in index):
+        return True
     held = constant_of(index) if isinstance(index, Node) else index
     if isinstance(held, torch.Tensor):
         return held.dtype in _MASKS

@@ -112,6 +112,10 @@ PLAIN_HIGHER_ORDER: frozenset[str] = frozenset(
 )
 """Higher-order ops that only wrap one kernel and have no control flow, no Python and no state of their own."""
 
+CONTROL_FLOW: frozenset[str] = frozenset({"cond", "while_loop", "scan", "associative_scan", "map_impl"})
+"""Higher-order ops that choose or repeat graphs which they are given. AOTAutograd leaves them as they are, or fails at
+them (``while_loop`` asks for symbolic shapes); others it inlines."""
+
 PRINTERS: frozenset[str] = frozenset({"aten._print.default", "builtins.print", "warnings.warn", "print"})
 """Full names of what writes for a person to read."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
+from torch.utils import _pytree as pytree
 
 from .base import MALFORMED, Pass, PassError
 from .constraint import Constraint, NodeConstraint, Report, Violation, as_graph_module, judge
@@ -77,6 +78,7 @@ class Pipeline:
         passes: run in this order.
         constraints: judged before the first pass and after each.
         on_changed: judged after each pass, on the nodes that it made or changed.
+        keeps_interface: whether a pass must leave the names and order of the inputs, and how the outputs are nested.
 
     Raises:
         TypeError: if ``passes`` is no sequence of passes, or holds a class in the place of a pass.
@@ -85,6 +87,7 @@ class Pipeline:
     passes: tuple[AnyPass, ...]
     constraints: tuple[Constraint[GraphModule], ...] = WELL_FORMED
     on_changed: tuple[NodeConstraint, ...] = ON_CHANGED
+    keeps_interface: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", passes_of(self.passes))
@@ -107,7 +110,8 @@ class Pipeline:
         return PipelineResult(current, tuple(steps))
 
     def _step(self, one: AnyPass, gm: GraphModule) -> tuple[GraphModule, Step]:
-        name, before, calls, start = pass_name(one), show(gm), _calls(gm), time.perf_counter()
+        name, before, calls, interface = pass_name(one), show(gm), _calls(gm), _interface(gm)
+        start = time.perf_counter()
         try:
             returned = one(gm)
         except PassError as error:
@@ -131,6 +135,10 @@ class Pipeline:
             ) from error
         if not report:
             raise PassError(name, "verify", MALFORMED, report, change)
+        if self.keeps_interface and interface is not None and (found := _interface(result)) != interface:
+            problem = f"the graph takes and gives {_in_words(found)}, not {_in_words(interface)} as before"
+            hint = "keep the inputs and outputs, or say Pipeline(..., keeps_interface=False)"
+            raise PassError(name, "verify", problem, diff=change, hint=hint)
         return result, Step(name, bool(change), seconds, change)
 
     def _judge(self, gm: GraphModule, calls: dict[str, tuple[object, ...]]) -> Report:
@@ -147,7 +155,8 @@ def apply(gm: GraphModule, passes: Iterable[AnyPass]) -> GraphModule:
     """Return a rewritten copy of ``gm`` that shares its parameters and buffers; ``gm`` itself is left untouched.
 
     Raises:
-        PassError, TypeError: see `Pipeline`.
+        PassError, TypeError: see `Pipeline`. That a pass changes the inputs or outputs is an error, too; a `Pipeline`
+            with ``keeps_interface=False`` lets it.
     """
     return Pipeline(passes_of(passes))(gm).graph_module
 
@@ -222,6 +231,27 @@ def _change(before: str, gm: GraphModule, name: str) -> str:
 
 def _call(node: Node) -> tuple[object, ...]:
     return node.op, node.target, str(node.args), str(node.kwargs), show_value(value_of(node))
+
+
+_Interface: TypeAlias = tuple[tuple[str, ...], pytree.TreeSpec]
+
+
+def _interface(gm: GraphModule) -> _Interface | None:
+    """The names of the inputs and how the outputs are nested; None where there is no one output."""
+    outputs = gm.graph.find_nodes(op="output")
+    if len(outputs) != 1:
+        return None
+    names = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
+    return names, pytree.tree_structure(outputs[0].args[0])
+
+
+def _in_words(interface: _Interface | None) -> str:
+    if interface is None:
+        return "nothing"
+    names, outputs = interface
+    given = "1 output" if outputs.num_leaves == 1 else f"{outputs.num_leaves} outputs"
+    taken = f"the inputs {', '.join(names)}" if names else "no inputs"
+    return f"{taken} and {given} in {pytree.treespec_pprint(outputs)}"
 
 
 def _place_of(error: BaseException) -> str:

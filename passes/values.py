@@ -14,8 +14,10 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import Argument, Target
 
 from .facts import ops_of, value_of
+from .fakes import at_first_place, failures_unlogged
 from .modes import SWITCHES
 
 _ASSERT = torch.ops.aten._assert_scalar.default
@@ -37,7 +39,7 @@ def refresh_values(gm: GraphModule) -> tuple[Node, Exception] | None:
         return None
     symbols = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else contextlib.nullcontext()
     values = _Values(gm, mode)
-    with mode, symbols, contextlib.suppress(_Stopped):
+    with failures_unlogged(), mode, symbols, contextlib.suppress(_Stopped):
         values.run(*inputs, enable_io_processing=False)
     for node in gm.graph.find_nodes(op="call_function", target=_ASSERT):
         if value_of(condition) is True if isinstance(condition := node.args[0], Node) else condition is True:
@@ -78,6 +80,12 @@ class _Values(Interpreter):
         n.meta.pop("val", None)
         n.meta["example_value"] = value
         return value
+
+    def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(target, at_first_place(target, args), kwargs)
+
+    def call_method(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_method(target, at_first_place(target, args), kwargs)
 
     def _forget_from(self, n: Node) -> None:
         while n.op != "root":

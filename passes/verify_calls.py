@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .constraint import NodeConstraint, Satisfied, Verdict
 from .facts import constant_of, describe_call, value_of, where_of
-from .fakes import fake
+from .fakes import failures_unlogged, fake
 from .show import show_value
 
 NOT_ON_FAKES = (
@@ -94,9 +94,9 @@ class CurrentFakeValue(NodeConstraint):
         arguments = map_arg((node.args, node.kwargs), _known)
         known, leaves = node.meta["val"], pytree.tree_leaves((arguments, node.meta["val"]))
         modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
-        if len(modes) != 1 or any(map(_is_symbolic, leaves)):
+        if not modes or any(map(_is_symbolic, leaves)):
             return Satisfied(self)
-        (mode,) = modes.values()
+        mode = next(iter(modes.values())) if len(modes) == 1 else FakeTensorMode()  # make_fx: one for each real tensor
         try:
             given = _run_on_fakes(op, arguments, mode)
         except NOT_ON_FAKES:
@@ -118,7 +118,13 @@ def _known(node: Node) -> Any:
 def _run_on_fakes(op: OpOverload, arguments: Any, mode: FakeTensorMode) -> Any:
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: fake(one, mode), arguments)
     symbols = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else nullcontext()
-    with mode, symbols, torch.no_grad(), torch._C._DisableAutocast():  # the graph is below all that
+    with (
+        failures_unlogged(),
+        mode,
+        symbols,
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+    ):  # the graph is below all that
         return op(*args, **kwargs)
 
 

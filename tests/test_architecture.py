@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "fxgraph").rglob("*.py"))
 RULES = sorted((ROOT / "passes").rglob("*.py"))
 
-LEAVES = {"errors", "_version"}
+LEAVES = {"errors", "fallback", "_version"}
 # Which modules of fxgraph each may import; `engines` and `_torch_compat` stand for their modules. The order of the
 # page: api, graphed, backend, program, replay, slots, engines; and program, replay, slots may use plan, which may use
 # trace.
 MAY: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
+    "fallback": set(),
     "options": {"errors"},
     "_torch_compat": set(),
     "breaks": set(),
@@ -63,6 +64,7 @@ MAY: dict[str, set[str]] = {
             "engines",
             "options",
             "errors",
+            "fallback",
         ),
         "_torch_compat",
     },

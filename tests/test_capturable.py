@@ -656,6 +656,93 @@ def test_a_copy_between_host_and_device_is_a_host_sync_and_nothing_else(
     assert violation.observed == expected
 
 
+ON_GPU = fake(4, 4, device=CUDA0)
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "observed"),
+    [
+        (("tensor", [1.0, 2.0]), fake(2, device=CUDA0), "torch.tensor of numbers that Python holds, to cuda:0"),
+        (("tensor", 1.0), fake(device=CUDA0), "torch.tensor of numbers that Python holds, to cuda:0"),
+        (("as_tensor", [1.0, 2.0]), fake(2, device=CUDA0), "torch.as_tensor of numbers that Python holds, to cuda:0"),
+        (("asarray", [1.0, 2.0]), fake(2, device=CUDA0), "torch.asarray of numbers that Python holds, to cuda:0"),
+        (("tensor", [1.0, 2.0]), fake(2), None),
+        (("as_tensor", ON_GPU), ON_GPU, None),
+        (("as_tensor", fake(2)), fake(2, device=CUDA0), "torch.as_tensor from cpu to cuda:0"),
+        (("full", (2,), 1.0), fake(2, device=CUDA0), None),
+        (("scalar_tensor", 1.0), fake(device=CUDA0), None),
+    ],
+)
+def test_numbers_that_python_holds_are_copied_where_they_become_a_tensor_of_a_device(
+    call: tuple[Any, ...], result: torch.Tensor, observed: str | None
+) -> None:
+    name, *arguments = call
+    gm = by_hand(getattr(torch, name), *arguments, result=result)
+    assert [(one.id, one.observed) for one in check(gm).violations] == (
+        [] if observed is None else [("host-sync", observed)]
+    )
+
+
+def test_new_tensor_is_judged_by_its_device_or_by_what_is_asked_for() -> None:
+    assert ids(by_hand("new_tensor", ON_GPU, [1.0], result=fake(1, device=CUDA0), method=True)) == ("host-sync",)
+    assert ids(by_hand("new_tensor", fake(2), [1.0], result=fake(1), method=True)) == ()
+    assert ids(by_hand(torch.tensor, [1.0], device="cuda")) == ("host-sync",)
+    assert ids(by_hand(torch.tensor, [1.0], device="cpu")) == ()
+    assert ids(by_hand(torch.tensor, [1.0])) == ()
+
+
+def test_a_tensor_in_a_list_of_numbers_is_read() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    total = graph.call_method("sum", (x,))
+    graph.output(graph.call_function(torch.tensor, ([total, 1.0],)))
+    (violation,) = check(GraphModule({}, graph)).violations
+    assert (violation.id, violation.observed) == ("host-sync", "torch.tensor reads a number from sum_1")
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ([0, 2], {CUDA0: "operator.getitem by a list, to cuda:0"}),
+        ((slice(None), [0, 2]), {CUDA0: "operator.getitem by a list, to cuda:0"}),
+        ((0, 2), {}),
+        (slice(0, 2), {}),
+        ([], {}),
+        (0, {}),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", CUDA0])
+def test_a_list_as_an_index_of_a_device_tensor_is_copied(index: Any, expected: dict[str, str], device: str) -> None:
+    gm = by_hand(operator.getitem, fake(4, 4, device=device), index, result=fake(2, 4, device=device))
+    found = [(one.id, one.observed) for one in check(gm).violations]
+    assert found == ([("host-sync", expected[device])] if device in expected else [])
+
+
+@pytest.mark.parametrize("index", [[True, False], (slice(None), [True, False])])
+def test_a_list_of_booleans_is_a_mask(index: Any) -> None:
+    assert ids(by_hand(operator.getitem, fake(2, 2), index, result=fake(1, 2))) == ("data-dependent-shape",)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32])
+@pytest.mark.parametrize("target", [operator.getitem, operator.setitem])
+def test_an_index_without_dimensions_is_read_if_it_is_a_whole_number(target: Any, dtype: torch.dtype) -> None:
+    more = (1.0,) if target is operator.setitem else ()
+    for index, dims in ((fake(dtype=dtype), 0), (fake(2, dtype=dtype), 1)):
+        (found,) = check(by_hand(target, fake(4, 4), index, *more, result=fake(4))).violations or (None,)
+        if dtype in (torch.bool, torch.uint8):
+            assert found is not None
+            assert found.id == "data-dependent-shape"
+        elif dims or dtype is torch.float32:
+            assert found is None
+        else:
+            assert found is not None
+            name = "operator.getitem" if target is operator.getitem else "operator.setitem"
+            assert (found.id, found.observed) == (
+                "host-sync",
+                f"{name} reads a number from x1, an index without dimensions",
+            )
+
+
 def test_a_copy_between_two_devices_is_several_devices() -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("fake tensors of a second GPU need no GPU at all, or a second one")

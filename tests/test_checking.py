@@ -21,7 +21,7 @@ LINES = {
     "x = x + x.nonzero().sum()": "data-dependent-shape",
     "print('here')": "untraceable",
     "warnings.warn('here')": "untraceable",
-    "if x.sum() > 0: x = x + 2": "untraceable",
+    "if x.sum() > 0: x = x + 2": "host-sync",
 }
 WRITES = ("print('here')", "warnings.warn('here')")
 ENDS = "if x.sum() > 0: x = x + 2"

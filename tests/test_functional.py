@@ -272,3 +272,41 @@ def test_the_rule_names_what_writes() -> None:
         ("functional-form", "passes_test.hidden.default writes x_1"),
         ("functional-form", "aten.mul_.Tensor writes select"),
     ]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.clamp_(min=0),
+        lambda y: y.cumsum_(0),
+        lambda y: y.masked_fill_(y > 8, 0),
+        lambda y: y.t().mul_(2),
+        lambda y: y.index_add_(0, torch.tensor([1]), y[:1] * 3),
+    ],
+)
+def test_sizes_may_be_symbols(write: Callable[[torch.Tensor], Any]) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = x + y
+        write(made)
+        write(x)
+        return made
+
+    gm = apply(trace(program, mode="symbolic"), [Functionalize()])
+    assert judge(gm, [FunctionalForm()])
+    expected, found = (torch.arange(12.0).reshape(4, 3) for _ in range(2))
+    other = torch.ones(4, 3)
+    assert torch.equal(gm(found, other), program(expected, other))
+    assert torch.equal(found, expected)
+
+
+def test_branches_that_write_nothing_are_kept() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x.add_(1)
+        return torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x * y,))
+
+    gm = apply(trace(program, mode="real"), [Functionalize()])
+    assert judge(gm, [FunctionalForm()])
+    for start in (1.0, -9.0):
+        expected, found = torch.full((2, 3), start), torch.full((2, 3), start)
+        assert torch.equal(gm(found, Y), program(expected, Y))
+        assert torch.equal(found, expected)

@@ -550,3 +550,59 @@ def test_lists_do_as_options_of_a_pass() -> None:
     assert MoveConstantsToDevice(["table"]) == MoveConstantsToDevice(("table",))  # type: ignore[arg-type]
     assert LowerToAten([1]).inputs == (1,)  # type: ignore[arg-type]
     assert LowerToAten().inputs is None
+
+
+def two_results() -> GraphModule:
+    return make_fx(lambda x, y: (x + y, [x * y]), tracing_mode="fake")(torch.zeros(1), torch.zeros(1))
+
+
+def drops_an_output(gm: GraphModule) -> None:
+    output = gm.graph.output_node()
+    output.args = ((output.args[0][0],),)  # type: ignore[index]
+    gm.recompile()
+
+
+def nests_otherwise(gm: GraphModule) -> None:
+    output = gm.graph.output_node()
+    first, (second,) = output.args[0]  # type: ignore[misc,union-attr]
+    output.args = ((first, second),)
+    gm.recompile()
+
+
+def takes_another_input(gm: GraphModule) -> None:
+    with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+        gm.graph.placeholder("more")
+    gm.recompile()
+
+
+@pytest.mark.parametrize(
+    ("one", "inputs", "outputs"),
+    [
+        (drops_an_output, "x_1, y_1", "1 output in (*,)"),
+        (nests_otherwise, "x_1, y_1", "2 outputs in (*, *)"),
+        (takes_another_input, "x_1, y_1, more", "2 outputs in (*, [*])"),
+    ],
+)
+def test_a_pass_leaves_inputs_and_outputs_unless_it_is_let(one: Any, inputs: str, outputs: str) -> None:
+    error = error_of(one, gm=two_results())
+    assert (error.pass_name, error.stage) == (f"{__name__}.{one.__name__}", "verify")
+    before = "the inputs x_1, y_1 and 2 outputs in (*, [*])"
+    assert error.problem == f"the graph takes and gives the inputs {inputs} and {outputs}, not {before} as before"
+    assert "keeps_interface=False" in error.hint
+    assert error.diff
+    assert Pipeline((one,), keeps_interface=False)(two_results()).modified
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_call_that_a_pass_has_broken_is_found_and_not_logged(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    def untransposed(gm: GraphModule) -> None:
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        gm.graph.erase_node(node)
+        gm.recompile()
+
+    gm = make_fx(lambda x: x.sin() @ x.t(), tracing_mode=mode)(torch.ones(2, 3))
+    error = error_of(untransposed, gm=gm)
+    assert error.report.ids == ("stale-fake-value",)
+    assert "aten.mm.default raises RuntimeError" in error.report.violations[0].observed
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -304,7 +304,7 @@ def test_what_dynamo_takes_apart_for_other_backends_is_left_alone(device: str) -
     assert not graphs[0].graph.find_nodes(op="call_function", target=torch.addcdiv)
 
 
-@pytest.mark.filterwarnings("ignore:.*captured in parts:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*(captured in parts|runs eagerly):fxgraph.EagerFallbackWarning")
 def test_an_expanded_sample_on_which_only_tracing_fails(device: str) -> None:
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         x.baddbmm_(a, b, beta=0)
@@ -317,6 +317,7 @@ def test_an_expanded_sample_on_which_only_tracing_fails(device: str) -> None:
     assert torch.equal(sample, torch.ones_like(sample))
     assert torch.equal(graphed(found, a, b), function(expected, a, b))
     assert torch.equal(found, expected)
+    assert fxgraph.stats(graphed).eager_calls == 1
 
 
 def test_a_single_element_with_any_strides(device: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -74,6 +76,27 @@ def by_branch(h: torch.Tensor) -> torch.Tensor:
     return h * 2 if h.sum() > 0 else h * 3
 
 
+def at_the_largest(h: torch.Tensor) -> torch.Tensor:
+    return h + h[h.sum(1).argmax()] + h.select(1, h.sum(0).argmin())[:, None]
+
+
+def by_list(h: torch.Tensor) -> torch.Tensor:
+    first, *others = h.sum(1)[:3].tolist()
+    return h * first + max(others) + h.mean().tolist()
+
+
+def at_places_in_a_list(h: torch.Tensor) -> torch.Tensor:
+    return h + h[h.sum(1).topk(2).indices.tolist()].sum(0)
+
+
+def through_numpy(h: torch.Tensor) -> torch.Tensor:
+    return h * float(h.detach().cpu().numpy().sum())
+
+
+def by_root(h: torch.Tensor) -> torch.Tensor:
+    return h * math.sqrt(abs(h.sum()))
+
+
 @torch.library.custom_op("fxgraph_tests::on_the_host", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def on_the_host(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(x.detach().cpu().numpy() * 2).to(x.device)
@@ -109,6 +132,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "threshold": (lambda: Around(above_a_threshold), 2),
     "branch": (lambda: Around(by_branch), 3),  # and the condition
     "marked": (lambda: Around(marked), 2),
+    "place": (lambda: Around(at_the_largest), 2),
+    "list": (lambda: Around(by_list), 2),
+    "list of places": (lambda: Around(at_places_in_a_list), 2),
     "mask": (lambda: Around(by_mask), 1),  # what comes after it has another size each time
     "checkpoint": (lambda: Around(in_a_checkpoint), 2),
     "mask in a checkpoint": (lambda: Around(selected_in_a_checkpoint), 2),
@@ -151,6 +177,153 @@ def test_models_with_uncapturable_middles_train_as_in_eager(name: str, entry: st
         assert len(stats.captures) == parts, stats
         assert stats.replays == 3 * parts
     torch.testing.assert_close(found, train(eager, device, 3), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("between", [through_numpy, by_root])
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+def test_numbers_that_python_computes_of_data_are_not_captured(
+    between: Callable[[torch.Tensor], torch.Tensor], entry: str, device: str
+) -> None:
+    eager = Around(between).to(device)
+    graphed = copy.deepcopy(eager)
+    if entry == "torch.compile":
+        found = train(torch.compile(graphed, backend="graphed"), device, 6)
+    else:
+        sample = torch.randn(6, 8, device=device, requires_grad=True)
+        graphed = fxgraph.make_graphed_callables(graphed, (sample,))
+        found = train(graphed, device, 6)
+        stats = fxgraph.stats(graphed)
+        assert [line.rpartition(", ")[2] for line in stats.captures] == ["6 replays"] * 3, stats
+    torch.testing.assert_close(found, train(eager, device, 6), rtol=0, atol=0)
+
+
+def test_what_comes_after_such_a_number_is_captured_once(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin().cos()
+        return (x * math.sqrt(abs(x.sum()))).sin().cos()
+
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="captured in parts"):
+        graphed = fxgraph.make_graphed_callables(function, (torch.randn(3, device=device),))
+    for _ in range(6):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), function(x))
+    # The first number might have been a setting, and is a constant of a capture; the others are none.
+    replays = [line.rpartition(", ")[2] for line in fxgraph.stats(graphed).captures]
+    assert sorted(replays) == ["1 replays", "5 replays", "6 replays"]
+
+
+def test_a_setting_that_does_not_change_is_a_constant_also_behind_a_break(device: str) -> None:
+    def function(x: torch.Tensor, scale: float) -> torch.Tensor:
+        x = x.sin().cos()
+        print(end="")  # noqa: T201
+        return (x * scale).sin() * 2
+
+    x = torch.randn(3, device=device)
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="captured in parts"):
+        graphed = fxgraph.make_graphed_callables(function, (x, 0.5))
+    for _ in range(3):
+        assert torch.equal(graphed(x, 0.5), function(x, 0.5))
+    assert [line.rpartition(", ")[2] for line in fxgraph.stats(graphed).captures] == ["3 replays"] * 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + float(np.exp(x.detach().cpu().numpy()).sum()),
+        lambda x: x + torch.from_numpy(np.cumsum(x.detach().cpu().numpy())).to(x.device),
+        lambda x: x + np.random.rand(),
+    ],
+)
+@pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_numpy_computes_and_draws_itself(function: Callable[[torch.Tensor], Any], entry: str, device: str) -> None:
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return function(x.sin()).cos()
+
+    samples = [torch.randn(1000, device=device, generator=torch.Generator(device).manual_seed(k)) for k in range(4)]
+    np.random.seed(3)
+    expected = [around(x) for x in samples]
+    np.random.seed(3)
+    if entry == "torch.compile":
+        graphed: Any = torch.compile(around, backend="graphed")
+    else:
+        graphed = fxgraph.make_graphed_callables(around, (samples[0],))
+    torch.testing.assert_close([graphed(x) for x in samples], expected, rtol=0, atol=0)
+
+
+def test_numpy_of_constants_is_a_constant(device: str) -> None:
+    graphed = fxgraph.make_graphed_callables(lambda x: x.sin() / np.sqrt(64), (torch.ones(3, device=device),))
+    x = torch.randn(3, device=device)
+    assert torch.equal(graphed(x), x.sin() / 8)
+    assert (len(fxgraph.stats(graphed).captures), fxgraph.stats(graphed).eager_calls) == (1, 0)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8 is now deprecated:UserWarning")
+@pytest.mark.filterwarnings(EXPECTED)
+def test_bytes_are_a_mask(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin().cos()
+        return h.exp() + h[(h.sum(1) > h.sum(1).mean()).byte()].sum(0)
+
+    x = torch.randn(4, 3, device=device, requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    for _ in range(2):
+        x = torch.randn(4, 3, device=device, requires_grad=True)
+        found, expected = graphed(x), function(x)
+        assert torch.equal(found, expected)
+        gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
+        assert torch.equal(*gradients)
+    (reason,) = fxgraph.stats(graphed).eager_reasons
+    assert reason.startswith("[data-dependent-shape]")
+
+
+@torch.library.custom_op("fxgraph_tests::wrong_fake", mutates_args=())
+def wrong_fake(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@wrong_fake.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such shape")
+
+
+def test_a_call_on_which_only_the_fake_of_an_op_fails_is_counted_and_said_where_it_is(device: str) -> None:
+    x = torch.ones(3, device=device)
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="captured in parts"):
+        graphed = fxgraph.make_graphed_callables(lambda x: wrong_fake(x.sin()).cos(), (x,))
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="runs eagerly: .op-failed. RuntimeError.'no such") as caught:
+        found = graphed(x)
+    assert [one.filename for one in caught] == [__file__]
+    assert torch.equal(found, (x.sin() * 2).cos())
+    graphed(x)
+    (reason,) = fxgraph.stats(graphed).eager_reasons
+    assert reason.startswith("[op-failed] RuntimeError('no such shape')")
+    assert fxgraph.stats(graphed).eager_calls == 2
+    (violation,) = fxgraph.check(lambda x: wrong_fake(x), (x,)).violations
+    assert "register_fake" in violation.hint
+
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [
+        (lambda x: x * 2 if x.sum() > 0 else x, "host-sync"),
+        (lambda x: x * [1.0, 2.0][(x.sum() > 0).long()], "host-sync"),
+        (lambda x: x * float(x.detach().cpu().numpy().sum()), "host-sync"),
+        (lambda x: x * torch.nn.functional.one_hot(x.long()).sum(), "data-dependent-shape"),
+        (lambda x: x * (2 if print(end="") is None else 3), "untraceable"),  # noqa: T201
+    ],
+)
+def test_where_data_decides_on_what_python_does_the_rule_says_how(function: Callable[..., Any], rule: str) -> None:
+    x = torch.ones(3)
+    with pytest.raises(fxgraph.UncapturableError) as caught:
+        fxgraph.make_graphed_callables(function, (x,), options={"on_uncapturable": "error"})
+    assert caught.value.id == rule
+    (violation,) = fxgraph.check(function, (x,)).violations
+    assert violation.id == rule
+    assert violation.where.file == __file__
 
 
 @pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")

@@ -50,14 +50,23 @@ from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards, trace_rules
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import (
+    dynamo_timed,
+    get_metrics_context,
+    numpy_attr_wrapper,
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
+)
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from .dynamo_data import let_floats_vary, read_as_values
 from .fake_impls import as_kernels_do
 from .tracing import forget_tensors, tracing
 
@@ -77,6 +86,7 @@ _PASSES_OVER = "use_recursive_dict_tags_for_guards"
 #     which rounds otherwise. Without it a tensor in place of the number is read on the host, as in eager.
 # invalidate_compile_context_weakrefs: what Dynamo remembers of tensors by weak references goes when it has read; torch
 #     swaps no tensor that has one (``torch.utils.swap_tensors``).
+# use_numpy_random_stream: numpy's random numbers would be drawn by torch.
 # allow_rnn: the reason for the default is the size of unrolled graphs in Inductor, which does not concern captured
 #     kernels.
 _UNSAFE = (
@@ -100,6 +110,7 @@ _STRICT: dict[str, Any] = {
     "allow_rnn": True,
     "record_runtime_overhead": False,
     "invalidate_compile_context_weakrefs": True,
+    "use_numpy_random_stream": True,
 }
 
 DATA_IN_GRAPH = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -161,11 +172,11 @@ def _is_missing(builder: Any, guard: Any, attr: str) -> None:
 _guard_what_is_missing()
 
 _TORCH_MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
-_reading_modules = threading.local()
+_parts = threading.local()
 
 
 def _read_torch_modules() -> None:
-    """Have Dynamo read the forwards of torch's own modules while :func:`torch_modules_read` is on.
+    """Have Dynamo read the forwards of torch's own modules while :func:`in_parts` is on.
 
     It inlines them into what it reads, but does not begin with one: after a break in a loop over such modules nothing
     of them would be captured.
@@ -174,7 +185,7 @@ def _read_torch_modules() -> None:
 
     @functools.wraps(original)
     def check(obj: Any, *args: Any, **kwargs: Any) -> bool:
-        if getattr(_reading_modules, "on", False) and isinstance(obj, types.CodeType) and obj.co_name == "forward":
+        if _in_parts() and isinstance(obj, types.CodeType) and obj.co_name == "forward":
             inlined = args[0] if args else kwargs.get("is_inlined_call", False)
             if not inlined and obj.co_filename.startswith(_TORCH_MODULES):
                 return False
@@ -186,14 +197,26 @@ def _read_torch_modules() -> None:
 _read_torch_modules()
 
 
+def _in_parts() -> bool:
+    return getattr(_parts, "on", False)
+
+
+let_floats_vary(_in_parts)
+
+
 @contextlib.contextmanager
-def torch_modules_read() -> Iterator[None]:
-    """Forwards of torch's own modules that run inside, in frames of their own, are read too."""
-    before, _reading_modules.on = getattr(_reading_modules, "on", False), True
+def in_parts() -> Iterator[None]:
+    """For calls of what is captured in parts.
+
+    Dynamo reads strictly, and forwards of torch's own modules that run in frames of their own, too. numpy's functions
+    end a graph, and floats that change from call to call enter it.
+    """
+    before, _parts.on = _in_parts(), True
     try:
-        yield
+        with strict(trace_numpy=False, specialize_float=False):
+            yield
     finally:
-        _reading_modules.on = before
+        _parts.on = before
 
 
 @contextlib.contextmanager
@@ -606,6 +629,7 @@ def read(
         _modes_cleared(),
         _quiet_backends(),
         as_kernels_do(),
+        read_as_values(),
     ):
         before = set(plain.__globals__)
         try:
@@ -698,6 +722,33 @@ def fails_itself(error: BaseException) -> bool:
     return isinstance(error, exc.InternalTorchDynamoError) or reason(error).startswith("Observed exception")
 
 
+def broken_rule(error: BaseException) -> str | None:
+    """The id of the rule on captures that a piece of Python breaks at which Dynamo stopped, or None if it is none."""
+    if isinstance(error, NumpyOnData) or "data-dependent expression" in str(error):
+        return "host-sync"
+    said = str(getattr(error, "gb_type", ""))
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound)):
+            return "host-sync"
+        cause = cause.__cause__
+    return next((rule for rule, kinds in _KINDS.items() if said.startswith(kinds)), None)
+
+
+# How ``gb_type`` of Dynamo's errors begins, by the rule that eager's doing breaks.
+_KINDS = {
+    "host-sync": (
+        "Data dependent operator",
+        "Data-dependent branching",
+        "Data-dependent assertion",
+        "Tensor.tolist()",
+        "Tensor.numpy()",
+        "Unsupported Tensor.item() call",
+    ),
+    "data-dependent-shape": ("Dynamic shape operator", "Attempted to use `torch.nn.functional.one_hot`"),
+}
+
+
 def op_failed(error: BaseException) -> bool:
     """Whether an op failed on fake inputs, as it would on real ones."""
     return isinstance(error, OpFailed) or str(getattr(error, "gb_type", "")).endswith("when making fake tensor call")
@@ -739,6 +790,10 @@ class Miscompiled(Exception):
     """Dynamo's graph is known to be wrong."""
 
 
+class NumpyOnData(Miscompiled):
+    """numpy's functions were given what is only known when the graph runs."""
+
+
 def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
     """Refuse graphs that this version of Dynamo gets wrong in silence.
 
@@ -747,9 +802,13 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
     are refused. In all versions (up to 2.13.0) ``set_materialize_grads(False)`` is lost, which the graph does not show
     either; it concerns functions with several outputs.
 
+    numpy's functions become torch's (``torch._numpy``). Those of constants are exact enough to be eager's; sums of data
+    have other bits.
+
     Raises:
         Miscompiled: if there is such a node.
     """
+    _refuse_numpy_on_data(graph)
     nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply)
     for node in nodes:
         if len(pytree.tree_leaves(node.meta.get("example_value"))) > 1:
@@ -761,6 +820,18 @@ def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
         raise Miscompiled(
             "a torch.autograd.Function, whose gradients Dynamo gets wrong in some cases before torch 2.13"
         )
+
+
+_NUMPY = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)
+
+
+def _refuse_numpy_on_data(graph: torch.fx.GraphModule) -> None:
+    data: set[torch.fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr") or not data.isdisjoint(node.all_input_nodes):
+            data.add(node)
+            if isinstance(node.target, _NUMPY) or node.target is numpy_attr_wrapper:
+                raise NumpyOnData("numpy's functions on data, which Dynamo would compute by torch's, with other bits")
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

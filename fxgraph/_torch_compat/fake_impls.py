@@ -3,6 +3,8 @@
 ``masked_select``: they take it to give at most as many elements as ``self`` has, and Dynamo puts an assertion of that
 into the graph. But a mask may be larger than ``self``, which is expanded then.
 
+``index`` with a uint8 tensor: to the kernels that is a mask, and fakes raise.
+
 Batch norm on the CPU (``aten/src/ATen/native/Normalization.cpp``): they give its result the strides of its input. The
 kernels make it contiguous, or channels last if the input is. A gradient that is computed in the wrong strides is summed
 in another order, and not eager's to the last bit.
@@ -42,12 +44,14 @@ def as_kernels_do() -> Iterator[None]:
 
     The tables are the process's: one thread at a time changes them, and Dynamo does not read meanwhile.
     """
+    known = fake_impls.op_implementations_dict
     ours = {
-        aten.masked_select.default: _with_mask(fake_impls.op_implementations_dict[aten.masked_select.default]),
+        aten.masked_select.default: _with_mask(known[aten.masked_select.default]),
+        aten.index.Tensor: _with_bytes(known[aten.index.Tensor]),
         **dict.fromkeys(_BATCH_NORM, _batch_norm),
     }
     # torch asks a decomposition before an implementation, but not for what has an entry in the table of meta functions.
-    with compile_lock, _with_entries(fake_impls.op_implementations_dict, ours), _with_entries(meta_table, ours):
+    with compile_lock, _with_entries(known, ours), _with_entries(meta_table, ours):
         # What torch remembers of these ops' results may be from before.
         for key in [key for key in FakeTensorMode.cache if key.key[0] in _BATCH_NORM]:
             FakeTensorMode.cache.pop(key, None)
@@ -73,6 +77,15 @@ def _with_mask(original: Implementation) -> Implementation:
         return original(mode, func, self.expand(torch.broadcast_shapes(self.shape, mask.shape)), mask)
 
     return masked_select
+
+
+def _with_bytes(original: Implementation) -> Implementation:
+    def index(mode: Any, func: Any, self: torch.Tensor, indices: Any) -> Any:
+        with mode:
+            as_masks = [one.bool() if one is not None and one.dtype is torch.uint8 else one for one in indices]
+        return original(mode, func, self, as_masks)
+
+    return index
 
 
 def _batch_norm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,79 @@
+"""What Dynamo leaves out of a graph although it could be a value in it: places and lists that are read from data.
+
+``x[i]`` with a 0-dim tensor ``i`` takes a number in ``torch/csrc/autograd/python_variable_indexing.cpp``, which a fake
+tensor does not have; but what lies at any place looks alike. ``tolist`` is taken apart for whole numbers alone
+(``TensorVariable.method_tolist``). Both would end the graph, and what comes after the end cannot be captured together
+with what came before, whether it needs the data or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import utils
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+
+from passes.fakes import at_first_place
+
+MOST_NUMBERS = 16
+"""Elements of a floating-point tensor whose ``tolist`` becomes as many values of a graph, each read by itself."""
+
+
+@contextlib.contextmanager
+def read_as_values() -> Iterator[None]:
+    """While Dynamo reads inside, places and lists that come from data are values of its graph."""
+    run_node, method_tolist = utils.run_node, TensorVariable.method_tolist
+
+    @functools.wraps(run_node)
+    def at_a_place(tracer: Any, node: torch.fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        if node.op in ("call_function", "call_method"):
+            args = at_first_place(node.target, tuple(args))
+        return run_node(tracer, node, args, kwargs, nnmodule)
+
+    @functools.wraps(method_tolist)
+    def tolist(self: TensorVariable, tx: Any) -> VariableTracker:
+        return _numbers(self, tx) or method_tolist(self, tx)
+
+    with mock.patch.object(utils, "run_node", at_a_place), mock.patch.object(TensorVariable, "method_tolist", tolist):
+        yield
+
+
+def let_floats_vary(where: Callable[[], bool]) -> None:
+    """Have Dynamo, where that holds, make inputs of floats that have changed since it last read; sizes stay static.
+
+    Both hang on one setting (``automatic_dynamic_shapes``). Without it each float is a graph of its own.
+    """
+    original = vars(builder)["process_automatic_dynamic"]
+
+    @functools.wraps(original)
+    def process(tx: Any, name: str, entry: Any, **more: Any) -> Any:
+        if not (where() and isinstance(entry.scalar, float)):
+            return original(tx, name, entry, **more)
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
+            return original(tx, name, entry, **more)
+
+    vars(builder)["process_automatic_dynamic"] = process
+
+
+def _numbers(variable: TensorVariable, tx: Any) -> VariableTracker | None:
+    """The numbers of a tensor of a few real ones, each a value; None for others."""
+    value = variable.as_proxy().node.meta["example_value"]
+    if not torch._dynamo.config.capture_scalar_outputs or not value.is_floating_point():
+        return None
+    if not all(isinstance(size, int) for size in value.shape) or value.numel() > MOST_NUMBERS:
+        return None
+
+    def numbers(sizes: tuple[int, ...], proxy: Any) -> Any:
+        if not sizes:
+            return builder.wrap_fx_proxy(tx, proxy.item())
+        return [numbers(sizes[1:], builder.wrap_fx_proxy(tx, proxy[i]).as_proxy()) for i in range(sizes[0])]
+
+    made: VariableTracker = VariableTracker.build(tx, numbers(tuple(value.shape), variable.as_proxy()))
+    return made
