@@ -12,7 +12,7 @@ import passes
 
 from . import trace
 from .errors import TraceError
-from .graphed import as_function, original_of
+from .graphed import as_function, original_of, raises_itself
 
 
 def check(
@@ -78,7 +78,10 @@ def _judge_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], e
     """
     before = trace.read_until(error)
     report = passes.Report() if before is None else trace.check_torch_level(before)
-    report += _judge_error(error)
+    # The op at which reading ended may be in the graph already.
+    named = {(one.id, one.where.file, one.where.line) for one in report.violations}
+    found = _judge_error(error).violations
+    report += passes.Report(tuple(one for one in found if (one.id, one.where.file, one.where.line) not in named))
     if error.id != "untraceable":
         return report
     try:
@@ -86,7 +89,8 @@ def _judge_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], e
     except TraceError as second:
         before = trace.read_until(second)
         more = passes.Report() if before is None else trace.check_torch_level(before)
-        more += _judge_error(second)
+        if not raises_itself(second):
+            more += _judge_error(second)
     known = set(map(str, report.violations))
     return report + passes.Report(tuple(one for one in more.violations if str(one) not in known))
 

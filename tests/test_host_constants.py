@@ -249,3 +249,28 @@ def test_a_model_with_constants_trains_as_in_eager_in_one_capture(dtype: torch.d
         torch.testing.assert_close(*results, rtol=0, atol=0)
     stats = fxgraph.stats(graphed)
     assert (len(stats.captures), stats.replays, stats.eager_calls) == (1, 3, 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[[0, 2]] * x[:, [1, 1, 0, 3]][:2],
+        lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+        lambda x: x * x.new_tensor([1.0, 2.0, 3.0, 4.0]) + torch.as_tensor(2.0, device=x.device),
+        lambda x: x * torch.isin((x > 0).long(), torch.tensor([1, 3], device=x.device)),
+        lambda x: x.index_select(0, torch.asarray([3, 0], device=x.device)),
+    ],
+)
+def test_numbers_that_python_holds_are_copied_once_and_captured(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.randn(4, 4, device="cuda", requires_grad=True)
+    graphed = fxgraph.make_graphed_callables(lambda x: function(x.sin()).cos(), (x,))
+    for _ in range(3):
+        x = torch.randn(4, 4, device="cuda", requires_grad=True)
+        found, expected = graphed(x), function(x.sin()).cos()
+        assert torch.equal(found, expected)
+        gradients = [torch.autograd.grad(out.sum(), x)[0] for out in (found, expected)]
+        assert torch.equal(*gradients)
+    assert (len(fxgraph.stats(graphed).captures), fxgraph.stats(graphed).eager_calls) == (1, 0)

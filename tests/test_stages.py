@@ -310,6 +310,8 @@ def test_a_call_on_which_only_the_fake_of_an_op_fails_is_counted_and_said_where_
     ("function", "rule"),
     [
         (lambda x: x * 2 if x.sum() > 0 else x, "host-sync"),
+        (lambda x: x * 2 if torch.equal(x, x.sin()) else x, "host-sync"),
+        (lambda x: x * len(list(range(int(x.abs().sum())))), "host-sync"),
         (lambda x: x * [1.0, 2.0][(x.sum() > 0).long()], "host-sync"),
         (lambda x: x * float(x.detach().cpu().numpy().sum()), "host-sync"),
         (lambda x: x * torch.nn.functional.one_hot(x.long()).sum(), "data-dependent-shape"),

@@ -741,6 +741,7 @@ _KINDS = {
         "Data dependent operator",
         "Data-dependent branching",
         "Data-dependent assertion",
+        "Indexing list with non-scalar tensor",
         "Tensor.tolist()",
         "Tensor.numpy()",
         "Unsupported Tensor.item() call",
