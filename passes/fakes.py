@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
@@ -43,14 +44,13 @@ def failures_unlogged() -> Iterator[None]:
     def drop(record: logging.LogRecord) -> bool:
         return not record.msg.startswith(("failed while attempting to run meta", "fake tensor raised"))
 
-    _LOGGER.addFilter(drop)
+    fake_tensor.log.addFilter(drop)
     try:
         yield
     finally:
-        _LOGGER.removeFilter(drop)
+        fake_tensor.log.removeFilter(drop)
 
 
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 _TAKES_PLACE = {"select": 2, "narrow": 2}  # methods and functions of torch, and which argument is a place
 
 

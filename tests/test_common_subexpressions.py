@@ -113,7 +113,7 @@ def test_two_placeholders_that_lie_on_one_storage_when_called() -> None:
 
 
 def test_attributes_are_read_once_and_sizes_computed_once() -> None:
-    table = torch.ones(3)
+    table = torch.ones(2, 3)
     gm = make_fx(lambda x: x + table, tracing_mode="real")(X)
     (read,) = gm.graph.find_nodes(op="get_attr")
     with gm.graph.inserting_after(read):
