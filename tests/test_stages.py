@@ -235,6 +235,7 @@ def test_a_setting_that_does_not_change_is_a_constant_also_behind_a_break(device
         lambda x: x + float(np.exp(x.detach().cpu().numpy()).sum()),
         lambda x: x + torch.from_numpy(np.cumsum(x.detach().cpu().numpy())).to(x.device),
         lambda x: x + np.random.rand(),
+        lambda x: x[:3] + torch.from_numpy(np.random.rand(3)).to(x),
     ],
 )
 @pytest.mark.parametrize("entry", ["make_graphed_callables", "torch.compile"])

@@ -46,6 +46,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+import torch._numpy
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards, trace_rules
@@ -792,7 +793,7 @@ class Miscompiled(Exception):
 
 
 class NumpyOnData(Miscompiled):
-    """numpy's functions were given what is only known when the graph runs."""
+    """numpy's functions were given what is only known when the graph runs, or draw random numbers."""
 
 
 def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
@@ -829,10 +830,13 @@ _NUMPY = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)
 def _refuse_numpy_on_data(graph: torch.fx.GraphModule) -> None:
     data: set[torch.fx.Node] = set()
     for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr") or not data.isdisjoint(node.all_input_nodes):
+        draws = getattr(getattr(node.target, "f", None), "__module__", "") == torch._numpy.random.__name__
+        if draws or node.op in ("placeholder", "get_attr") or not data.isdisjoint(node.all_input_nodes):
             data.add(node)
-            if isinstance(node.target, _NUMPY) or node.target is numpy_attr_wrapper:
-                raise NumpyOnData("numpy's functions on data, which Dynamo would compute by torch's, with other bits")
+            if draws or isinstance(node.target, _NUMPY) or node.target is numpy_attr_wrapper:
+                raise NumpyOnData(
+                    "numpy's functions on data or its random numbers, which Dynamo would take from torch: they are others"
+                )
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
