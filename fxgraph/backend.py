@@ -14,7 +14,7 @@ from torch import fx
 from passes.facts import ops_of
 
 from . import fallback, stages, trace
-from ._torch_compat import dynamo
+from ._torch_compat import dynamo, dynamo_faults, dynamo_guards
 from .errors import OptionError
 from .options import Options
 from .program import Pools
@@ -69,10 +69,10 @@ def compile_graph(
     ``numbers_vary``: see :meth:`fxgraph.stages.Judged.of`.
     """
     dynamo.demand_all_guards()
-    dynamo.tighten_guards(graph)
+    dynamo_guards.tighten_guards(graph)
     try:
-        dynamo.refuse_miscompiled(graph)
-    except dynamo.Miscompiled as error:
+        dynamo_faults.refuse_miscompiled(graph)
+    except dynamo_faults.Miscompiled as error:
         fallback.warn(f"{name} runs eagerly: it has {error}")
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
@@ -97,7 +97,7 @@ def _compile_part(
 ) -> Callable[..., tuple[Any, ...]]:
     del example_inputs
     if len(ops_of(graph)) < options.min_region_ops:
-        dynamo.tighten_guards(graph)
+        dynamo_guards.tighten_guards(graph)
         return trace.for_eager(graph)
     # What Python computes before the break may come from data; Dynamo makes inputs of the floats that have changed.
     return compile_graph(graph, options, pools, name, numbers_vary=True)

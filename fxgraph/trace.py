@@ -33,7 +33,7 @@ from passes.modes import ending_at_errors
 from passes.op_lists import CONTROL_FLOW
 
 from . import layers, stitching, weight_casts
-from ._torch_compat import aot, dynamo, inductor
+from ._torch_compat import aot, dynamo, dynamo_faults, inductor
 from ._torch_compat.autograd import SWITCH_GRAD_MODE
 from ._torch_compat.fx import compile_now
 from ._torch_compat.tracing import fake_mode_of, tracing
@@ -247,7 +247,7 @@ def read(
     """
     try:
         traced = PythonTrace(function, dynamo.read(function, args, kwargs, **config))
-    except (*dynamo.ReadErrors, dynamo.Miscompiled) as error:
+    except (*dynamo.ReadErrors, dynamo_faults.Miscompiled) as error:
         op = dynamo.op_without_fake(error)
         if op is None and dynamo.op_failed(error):
             raise TraceError(

@@ -25,7 +25,7 @@ from torch.utils.dlpack import from_dlpack
 import fxgraph
 import passes
 from fxgraph import trace
-from fxgraph._torch_compat import aot, backward_entry, dynamo, inductor, interpreter, joint
+from fxgraph._torch_compat import aot, backward_entry, dynamo, dynamo_faults, inductor, interpreter, joint
 from fxgraph._torch_compat.autocast import AutocastState
 from fxgraph._torch_compat.autograd import (
     accumulated_elsewhere,
@@ -708,7 +708,7 @@ def test_miscompiled_graphs_are_refused_where_torch_gets_them_wrong() -> None:
         reading = dynamo.read(f, (x,), {})
     except dynamo.Unsupported:
         return  # 2.13 refuses it itself
-    except dynamo.Miscompiled:
+    except dynamo_faults.Miscompiled:
         assert torch.torch_version.TorchVersion(VERSION) < (2, 13)
         return
     (gradient,) = torch.autograd.grad(reading.bind(lambda *i: reading.graph(*i))(x).sum(), x)
@@ -1222,3 +1222,13 @@ def test_threads_that_take_turns_at_lazy_graph_modules_leave_torchs_flag_as_it_w
     for thread in threads:
         thread.join()
     assert torch.fx._lazy_graph_module._use_lazy_graph_module_flag == before
+
+
+def test_dynamo_has_what_is_made_to_read_data_as_values() -> None:
+    """`dynamo_data.py` stands before these; each test of what they are for is in test_stages.py."""
+    from torch._dynamo import utils
+    from torch._dynamo.variables import builder, tensor
+
+    assert list(inspect.signature(utils.run_node).parameters) == ["tracer", "node", "args", "kwargs", "nnmodule"]
+    assert list(inspect.signature(tensor.TensorVariable.method_tolist).parameters) == ["self", "tx"]
+    assert list(inspect.signature(vars(builder)["process_automatic_dynamic"]).parameters)[:3] == ["tx", "name", "entry"]

@@ -20,19 +20,16 @@ are done about it.
   so the first look, which Dynamo itself takes when it builds guards, has to come after the graphed ``forward`` has been
   set (:meth:`Reading.pass_over`).
 
-Two things are added to the tree: that nothing in a module's ``__dict__`` hides a parameter, buffer or module that was
-read, a lookup each, passed over with the module; and the sign of each zero among the constants, in Python.
+What is added to the tree is in ``dynamo_guards.py``.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dis
 import functools
 import itertools
-import math
 import operator
 import os
 import re
@@ -51,23 +48,15 @@ from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards, trace_rules
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import (
-    dynamo_timed,
-    get_metrics_context,
-    numpy_attr_wrapper,
-    numpy_method_wrapper,
-    numpy_operator_wrapper,
-    numpy_to_tensor_wrapper,
-)
-from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
 
 from .dynamo_data import let_floats_vary, read_as_values
+from .dynamo_faults import NumpyOnData, refuse_miscompiled
+from .dynamo_guards import look_closer, see_what_hides
 from .fake_impls import as_kernels_do
 from .tracing import forget_tensors, tracing
 
@@ -132,45 +121,6 @@ def _handlers_ask() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     handlers.update({op: asking(handlers[op]) for op in (torch.addcdiv, torch._foreach_lerp_) if op in handlers})
 
-
-def _guard_what_is_missing() -> None:
-    """Have Dynamo guard that a key or an attribute is not there where its reading has met the error for that.
-
-    It goes on in the ``except``, without a guard: the key that is put there later would not be seen. For all backends,
-    as it is Dynamo that reads, before any is asked.
-    """
-
-    def guarding(owner: Any, method: str, missing: type[Exception], guard: Callable[[Any, Any, Any], None]) -> None:
-        original = getattr(owner, method)
-
-        @functools.wraps(original)
-        def read(self: Any, tx: Any, name: Any) -> Any:
-            try:
-                return original(self, tx, name)
-            except missing:
-                guard(self, tx, name)
-                raise
-
-        setattr(owner, method, read)
-
-    def no_key(variable: Any, tx: Any, key: Any) -> None:
-        variable.install_dict_contains_guard(tx, [key])
-
-    def no_attribute(variable: Any, tx: Any, name: str) -> None:
-        if variable.source is not None:
-            guards.install_guard(variable.source.make_guard(functools.partial(_is_missing, attr=name)))
-
-    guarding(ConstDictVariable, "getitem_const_raise_exception_if_absent", exc.ObservedKeyError, no_key)
-    guarding(UserDefinedObjectVariable, "var_getattr", exc.ObservedAttributeError, no_attribute)
-
-
-def _is_missing(builder: Any, guard: Any, attr: str) -> None:
-    there = hasattr(builder.get(guard), attr)
-    said = [f"hasattr({guard.name}, {attr!r}) is {there}"]
-    builder.get_guard_manager(guard).add_lambda_guard(lambda value: hasattr(value, attr) == there, said, None)
-
-
-_guard_what_is_missing()
 
 _TORCH_MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
 _parts = threading.local()
@@ -246,14 +196,14 @@ class Reading:
         if backend_input is not None:
             self.graph = backend_input.graph_module
             self.sources = source_names(self.graph)
-            _see_what_hides(output_graph.guards, self.graph)
+            see_what_hides(output_graph.guards, self.graph)
             at_once = {source for source in self.sources if is_parameter(source) or is_buffer(source)}
             output_graph.guards.inner = {
                 guard
                 for guard in output_graph.guards.inner
                 if not (guard.create_fn_name() == "TENSOR_MATCH" and guard.name in at_once)
             }
-        _look_closer(output_graph.guards, capture.graph_capture_output.traced_code)
+        look_closer(output_graph.guards, capture.graph_capture_output.traced_code)
         with (
             get_metrics_context(),
             dynamo_timed("fxgraph_guards"),
@@ -439,123 +389,6 @@ def is_parameter(source: str) -> bool:
 def is_buffer(source: str) -> bool:
     """Whether a source is that of a module's buffer."""
     return "._buffers[" in source
-
-
-def _see_what_hides(guards_set: Any, graph: torch.fx.GraphModule) -> None:
-    """Guard that no entry of a module's ``__dict__`` has the name of a parameter, buffer or module that was read.
-
-    Python would find the entry; Dynamo, and its bytecode, look among the parameters. The sources of the graph's inputs
-    and those of guards lead over all of them.
-    """
-    waiting = [getattr(node, "_dynamo_source", None) for node in graph.graph.find_nodes(op="placeholder")]
-    waiting += [guard.originating_source for guard in guards_set.inner]
-    seen = set()
-    while waiting:
-        source = waiting.pop()  # of L['self']._parameters['weight'], say
-        if source is None or source in seen:
-            continue
-        seen.add(source)
-        register, name = getattr(source, "base", None), getattr(source, "index", None)
-        waiting.append(register)
-        if (
-            register is not None
-            and isinstance(name, str)
-            and getattr(register, "member", "") in ("_parameters", "_buffers", "_modules")
-        ):
-            guards_set.inner.add(register.base.make_guard(functools.partial(_not_hidden, attr=name)))
-
-
-def _not_hidden(builder: Any, guard: Any, attr: str) -> None:
-    if attr not in vars(builder.get(guard)):  # where it is, Dynamo has read the entry (a Sequential reads neither)
-        builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr)
-
-
-def tighten_guards(graph: torch.fx.GraphModule) -> None:
-    """In a backend, for the graph that it is given: have Dynamo's guards, which are built afterwards, see more, as
-    :func:`_look_closer` says, and what hides parameters."""
-    context = torch._guards.TracingContext.try_get()
-    if context is not None:
-        guards_set = context.guards_context.dynamo_guards
-        _see_what_hides(guards_set, graph)
-        _look_closer(guards_set, context.traced_code)
-
-
-def _look_closer(guards_set: Any, read: Iterable[types.CodeType]) -> None:
-    """Have guards see what Dynamo's take for the same.
-
-    -0.0 and 0.0, which are equal; an ``OrderedDict`` in another order; and where the code that was read asks for it,
-    whether an argument is a leaf or a view, which Dynamo reads as constants and does not guard. The checks are
-    functions in Python, in Dynamo's tree and passed over with what is around them.
-    """
-    looks = dict(_LOOKS)
-    if any(_OF_HISTORY.intersection((*code.co_names, *_texts_in(code))) for code in read):
-        looks["TENSOR_MATCH"] = ("the place in autograd's graph of", _history)
-    guards_set.inner = {_looking_closer(guard, looks) for guard in guards_set.inner}
-
-
-def _texts_in(code: types.CodeType) -> list[str]:
-    return [constant for constant in code.co_consts if isinstance(constant, str)]
-
-
-def _looking_closer(guard: Any, looks: dict[str, tuple[str, Callable[[Any], Any]]]) -> Any:
-    if guard.create_fn_name() not in looks:
-        return guard
-    create, (words, look) = guard.create_fn, looks[guard.create_fn_name()]
-
-    @functools.wraps(create)
-    def create_both(builder: Any, guard: Any) -> None:
-        create(builder, guard)
-        seen = look(builder.get(guard))
-        if not seen:
-            return
-        said = [f"{words} {guard.name}: {seen}"]
-        if look is not _order:
-            builder.get_guard_manager(guard).add_lambda_guard(lambda value: look(value) == seen, said, None)
-            return
-        # What guards a dictionary takes no function: the root of the tree does, which is given the local names.
-        find = compile(guard.name, "<guard>", "eval")  # Dynamo's own expression, in its own words
-        scope = {**guards._get_closure_vars(), "G": builder.scope["G"]}
-
-        def in_order(local_names: dict[str, Any]) -> bool:
-            try:
-                return bool(_order(eval(find, scope, {"L": local_names})) == seen)
-            except (AttributeError, KeyError, IndexError, TypeError):  # what is on the way there has changed
-                return False
-
-        builder.guard_manager.root.add_lambda_guard(in_order, said, None)
-
-    closer = copy.copy(guard)
-    closer.create_fn = create_both
-    return closer
-
-
-_OF_HISTORY = frozenset({"is_leaf", "grad_fn", "_base", "_is_view", "retains_grad", "output_nr"})
-
-
-def _history(tensor: torch.Tensor) -> tuple[Any, ...]:
-    known = tensor.is_leaf, tensor._is_view(), tensor.retains_grad, tensor.output_nr
-    return (*known, type(tensor.grad_fn))
-
-
-def _order(keyed: Any) -> list[Any]:
-    return list(keyed) if isinstance(keyed, collections.OrderedDict) else []
-
-
-def _signs_of_zeros(value: Any) -> list[float]:
-    if isinstance(value, float):
-        return [] if value else [math.copysign(1.0, value)]
-    if isinstance(value, complex):
-        return _signs_of_zeros(value.real) + _signs_of_zeros(value.imag)
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return [sign for element in value for sign in _signs_of_zeros(element)]
-    return []
-
-
-_LOOKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "CONSTANT_MATCH": ("the signs of the zeros in", _signs_of_zeros),
-    "EQUALS_MATCH": ("the signs of the zeros in", _signs_of_zeros),
-    "DICT_KEYS_MATCH": ("the order of", _order),
-}
 
 
 def _with_classes(
@@ -786,57 +619,6 @@ def source_names(graph: torch.fx.GraphModule) -> list[str]:
         name = source.name if source is not None else node.name
         names.append(name() if callable(name) else name)
     return names
-
-
-class Miscompiled(Exception):
-    """Dynamo's graph is known to be wrong."""
-
-
-class NumpyOnData(Miscompiled):
-    """numpy's functions were given what is only known when the graph runs, or draw random numbers."""
-
-
-def refuse_miscompiled(graph: torch.fx.GraphModule) -> None:
-    """Refuse graphs that this version of Dynamo gets wrong in silence.
-
-    Before torch 2.13, a ``torch.autograd.Function`` that is given one tensor as two arguments loses a gradient (PyTorch
-    issue 183604; seen on 2.11.0, right on 2.13.0). The graph does not show which calls are concerned, so all of them
-    are refused. In all versions (up to 2.13.0) ``set_materialize_grads(False)`` is lost, which the graph does not show
-    either; it concerns functions with several outputs.
-
-    numpy's functions become torch's (``torch._numpy``). Those of constants are exact enough to be eager's; sums of data
-    have other bits.
-
-    Raises:
-        Miscompiled: if there is such a node.
-    """
-    _refuse_numpy_on_data(graph)
-    nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply)
-    for node in nodes:
-        if len(pytree.tree_leaves(node.meta.get("example_value"))) > 1:
-            raise Miscompiled(
-                "a torch.autograd.Function with several outputs: where it calls set_materialize_grads(False), Dynamo "
-                "would give it zeros for gradients that are None"
-            )
-    if nodes and TorchVersion(torch.__version__) < "2.13":
-        raise Miscompiled(
-            "a torch.autograd.Function, whose gradients Dynamo gets wrong in some cases before torch 2.13"
-        )
-
-
-_NUMPY = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)
-
-
-def _refuse_numpy_on_data(graph: torch.fx.GraphModule) -> None:
-    data: set[torch.fx.Node] = set()
-    for node in graph.graph.nodes:
-        draws = getattr(getattr(node.target, "f", None), "__module__", "") == torch._numpy.random.__name__
-        if draws or node.op in ("placeholder", "get_attr") or not data.isdisjoint(node.all_input_nodes):
-            data.add(node)
-            if draws or isinstance(node.target, _NUMPY) or node.target is numpy_attr_wrapper:
-                raise NumpyOnData(
-                    "numpy's functions on data or its random numbers, which Dynamo would take from torch: they are others"
-                )
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
