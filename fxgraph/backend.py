@@ -62,11 +62,11 @@ def graphed(
 
 
 def compile_graph(
-    graph: fx.GraphModule, options: Options, pools: Pools, name: str, numbers_vary: bool = False
+    graph: fx.GraphModule, options: Options, pools: Pools, name: str, ints_vary: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """A callable with the graph's flat inputs and outputs that captures and replays it.
 
-    ``numbers_vary``: see :meth:`fxgraph.stages.Judged.of`.
+    ``ints_vary``: see :meth:`fxgraph.stages.Judged.of`.
     """
     dynamo.demand_all_guards()
     dynamo_guards.tighten_guards(graph)
@@ -76,7 +76,7 @@ def compile_graph(
         fallback.warn(f"{name} runs eagerly: it has {error}")
         raise dynamo.SkipFrame(str(error)) from error
     specs = [trace.spec_of(source) for source in dynamo.source_names(graph)]
-    program = stages.build(stages.Judged.of(graph, options, numbers_vary), specs, options, name, pools)
+    program = stages.build(stages.Judged.of(graph, options, ints_vary), specs, options, name, pools)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         dynamo.release_guards()
@@ -99,5 +99,5 @@ def _compile_part(
     if len(ops_of(graph)) < options.min_region_ops:
         dynamo_guards.tighten_guards(graph)
         return trace.for_eager(graph)
-    # What Python computes before the break may come from data; Dynamo makes inputs of the floats that have changed.
-    return compile_graph(graph, options, pools, name, numbers_vary=True)
+    # What Python computes before the break may come from data; Dynamo makes inputs of the numbers that have changed.
+    return compile_graph(graph, options, pools, name, ints_vary=True)

@@ -56,21 +56,21 @@ class Judged:
     eager: dict[fx.Node, str]
 
     @classmethod
-    def of(cls, graph: fx.GraphModule, options: Options, numbers_vary: bool = False) -> Judged:
+    def of(cls, graph: fx.GraphModule, options: Options, ints_vary: bool = False) -> Judged:
         """Run the user's passes over a graph of Dynamo's, and judge what they give.
 
         Args:
             graph: the torch-level graph.
             options: those of the callable.
-            numbers_vary: numbers among the inputs are other ones at each call, so what reads them runs eagerly; else
-                each is a capture of its own.
+            ints_vary: whole numbers among the inputs are other ones at each call, so what reads them runs eagerly;
+                else they may be sizes, and each is a capture of its own.
         Raises:
             PassError: (of :mod:`passes`) from a pass of the user's, which it names.
         """
         if options.passes:
             graph = _rewritten(graph, options.passes)
         report = trace.check_torch_level(graph)
-        eager = _uncapturable(graph, report, numbers_vary) if options.on_uncapturable == "split" else {}
+        eager = _uncapturable(graph, report, ints_vary) if options.on_uncapturable == "split" else {}
         return cls(graph, report, eager)
 
 
@@ -184,31 +184,37 @@ def _look(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _uncapturable(graph: fx.GraphModule, report: passes.Report, numbers_vary: bool) -> dict[fx.Node, str]:
+def _uncapturable(graph: fx.GraphModule, report: passes.Report, ints_vary: bool) -> dict[fx.Node, str]:
     """The ops of a torch-level graph that have to run eagerly, and why.
 
-    Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data (or vary
-    with the calls): each value would be a capture of its own. Empty where something else than an op (an input, say) is
-    against a capture.
+    Beside those that the rules name, these are the ops that take or give sizes and numbers that depend on data, or vary
+    from call to call: each value would be a capture of its own. A float is an input of a graph only where it has been
+    another one before. Empty where something else than an op (an input, say) is against a capture.
     """
     by_name = {node.name: node for node in ops_of(graph)}
-    numbers = {graph.graph.find_nodes(op="placeholder")[i] for i in trace.wrapped_numbers(graph)}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    varying = {placeholders[i] for i in trace.wrapped_numbers(graph)}
+    if ints_vary:
+        varying |= {node for node in placeholders if isinstance(value_of(node), torch.SymInt)}
     found: dict[fx.Node, str] = {}
     for violation in report.violations:
         node = by_name.get(violation.where.node or "")
         if node is None:
             return {}
-        if not numbers.intersection(node.all_input_nodes):
+        if varying.isdisjoint(node.all_input_nodes):
             found[node] = f"[{violation.id}] {violation.title}: {violation.observed} ({violation.where})"
-    varying = numbers if numbers_vary else set()
     for node in by_name.values():
         if not varying.isdisjoint(node.all_input_nodes):
             found.setdefault(node, "")
-            if not isinstance(value_of(node), torch.Tensor):
+            if not isinstance(value := value_of(node), torch.Tensor) or _has_symbols(value):
                 varying.add(node)
         elif node not in found and any(map(_depends_on_data, (node, *node.all_input_nodes))):
             found[node] = ""
     return found
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride()))
 
 
 def _depends_on_data(node: fx.Node) -> bool:

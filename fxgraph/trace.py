@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import passes
 from passes.capturable_ops import reads_host_scalar
-from passes.facts import output_args, tensors_of, value_of
+from passes.facts import is_library_file, output_args, tensors_of, value_of
 from passes.host_constants import concerns_only, made_on_host
 from passes.host_copies import host_copy
 from passes.modes import ending_at_errors
@@ -319,20 +319,15 @@ def user_line(error: BaseException) -> str:
     stack = getattr(error, "real_stack", None)
     if not stack:
         return ""
-    frame = stack[-1]
-    for candidate in reversed(stack):
-        if not candidate.filename.startswith(_TORCH):
-            frame = candidate
-            break
+    frame = next((one for one in reversed(stack) if not is_library_file(one.filename)), stack[-1])
+    if frame.filename.startswith("<"):
+        return ""  # code that torch.fx has made
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def _beginning(function: types.FunctionType | types.MethodType) -> str:
     code = function.__code__
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-
-
-_TORCH = torch.__path__[0]
 
 
 def specialise(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -566,15 +561,6 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
     if graph in _IN_ORDER:  # judged when it was read, and again for each capture
         return passes.Report()
     report = passes.check(graph, passes.CAPTURABLE)
-    for node in graph.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in CONTROL_FLOW:
-            for part in _parts_of(graph, node):
-                report += passes.Report(
-                    tuple(
-                        dataclasses.replace(found, where=dataclasses.replace(found.where, node=node.name))
-                        for found in check_torch_level(part).violations
-                    )
-                )
     if report.ok:
         _IN_ORDER.add(graph)
         return report
@@ -591,12 +577,6 @@ def check_torch_level(graph: fx.GraphModule) -> passes.Report:
         return not movable or not concerns_only(node, constants)
 
     return passes.Report(tuple(filter(stands, report.violations)))
-
-
-def _parts_of(graph: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a higher-order op is given."""
-    given = [getattr(graph, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    return [part for part in given if isinstance(part, fx.GraphModule)]
 
 
 def on_one_device(joint: fx.GraphModule) -> fx.GraphModule:

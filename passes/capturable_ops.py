@@ -37,7 +37,7 @@ from .facts import (
 )
 from .fakes import is_place
 from .host_copies import data_of, host_copy, indices_of
-from .masks import is_mask
+from .masks import fills_with_number, is_mask
 
 _INDEXING = frozenset(
     {"getitem", "setitem", "index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"}
@@ -85,10 +85,12 @@ class HostSync(OpConstraint):
             return f"{describe_call(node)} without unsafe=True checks the lengths on the host"
         if name == "isin" and _keyword(node, "assume_unique") and _looked_for_by_sorting(node):
             return f"{describe_call(node)} sorts, and copies a flag of the host's into the result"
-        if _reads_scalar(op):
+        if _reads_scalar(op) and not _is_scalar_of_host(node):
             return f"{describe_call(node)} reads a tensor's value on the host"
         if node.target is torch._assert and computes_tensor(argument(node, "condition", 0)):
             return f"{describe_call(node)} looks at a tensor on the host"
+        if _counts_batches(node):
+            return f"{describe_call(node)} reads how many batches it has seen, as momentum=None asks for"
         if (number := _number_from_tensor(node)) is not None:
             return f"{describe_call(node)} reads a number from {number}"
         if name in op_lists.HOST_BOUNDS and _without_bounds(node):
@@ -119,10 +121,9 @@ class DataDependentShape(OpConstraint):
     """No op's output shape depends on values, and none looks for the true entries of a mask or for unique values.
 
     A boolean (or uint8) mask in ``index`` decides the output's shape. In ``index_put`` the shape is known, but on
-    CUDA the mask is turned into indices by ``nonzero`` all the same, which waits for the device. ATen avoids that
-    only where one number is written and its tensor is on the CPU (it runs ``masked_fill`` then); torch's own list
-    refuses this case too. The derivative of ``masked_scatter`` calls ``masked_select``, and ``isin`` calls ``unique``
-    where there are many values to look for.
+    CUDA the mask is turned into indices by ``nonzero`` all the same, which waits for the device, unless one number is
+    written (`masks.fills_with_number`; torch's own list refuses this case too). The derivative of ``masked_scatter``
+    calls ``masked_select``, and ``isin`` calls ``unique`` where there are many values to look for.
     """
 
     id: ClassVar[str] = "data-dependent-shape"
@@ -145,7 +146,9 @@ class DataDependentShape(OpConstraint):
             return f"{describe_call(node)} with {many} values to look for"
         if name in _INDEXING:
             mask = next((index for index in indices_of(node) if is_mask(index)), None)
-            return None if mask is None else f"{describe_call(node)} with the boolean mask {mask}"
+            if mask is None or fills_with_number(node):
+                return None
+            return f"{describe_call(node)} with the boolean mask {mask}"
         if name == "repeat_interleave":
             return f"{describe_call(node)} without output_size" if _repeats_from_data(node) else None
         if name == "where" and len(node.args) + len(node.kwargs) == 1:
@@ -179,7 +182,10 @@ class CudagraphUnsafeOp(OpConstraint):
 
 @dataclass(frozen=True)
 class HigherOrderOp(OpConstraint):
-    """No op takes a function or a sub-graph, except the wrappers of one kernel in `op_lists.PLAIN_HIGHER_ORDER`."""
+    """No op takes a function or a sub-graph, except the wrappers of one kernel in `op_lists.PLAIN_HIGHER_ORDER`.
+
+    Of those in `op_lists.WRAPPERS`, checkpoints and blocks of ``no_grad`` among them, the ops inside are judged.
+    """
 
     id: ClassVar[str] = "higher-order-op"
     title: ClassVar[str] = "an op runs a function or a sub-graph"
@@ -190,7 +196,7 @@ class HigherOrderOp(OpConstraint):
     def reason(self, node: Node) -> str | None:
         """Return the higher-order op, or None."""
         target = node.target
-        plain = op_lists.PLAIN_HIGHER_ORDER | {"print"}  # printing has a rule of its own
+        plain = op_lists.PLAIN_HIGHER_ORDER | op_lists.WRAPPERS | {"print"}  # printing has a rule of its own
         if isinstance(target, HigherOrderOperator) and target.name() not in plain:
             return describe_call(node)
         return None
@@ -250,6 +256,14 @@ def _address(generator: torch.Generator) -> int:
 def reads_host_scalar(node: Node) -> bool:
     """Return whether ``node`` takes the value of a tensor that lies on the host, as ``masked_fill`` may."""
     return _reads_scalar(operator_of(node)) and any(tensor.is_cpu for tensor in input_tensors_of(node))
+
+
+def _is_scalar_of_host(node: Node) -> bool:
+    """Whether a fill on a device takes its number from the host's memory, where it can be read at once."""
+    if name_of(node) not in ("masked_fill", "masked_fill_", "index_fill", "index_fill_"):
+        return False
+    devices = [tensor.device.type for tensor in input_tensors_of(node) if not tensor.is_meta]
+    return len(devices) > 1 and devices[0] != "cpu" and devices[-1] == "cpu"
 
 
 def _reads_scalar(op: OpOverload | None) -> bool:
@@ -359,6 +373,15 @@ def _repeats_from_data(node: Node) -> bool:
     alone = len(node.args) + ("repeats" in node.kwargs) == 1
     repeats = argument(node, "repeats", 0 if alone else 1)
     return size is None and isinstance(repeats, Node) and not isinstance(value_of(repeats), (int, torch.SymInt))
+
+
+def _counts_batches(node: Node) -> bool:
+    """Whether a call is of a batch norm that takes the plain average of its batches: ``float(num_batches_tracked)``."""
+    owner = node.graph.owning_module
+    module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return False
+    return module.momentum is None and module.training and module.track_running_stats
 
 
 def _is_data_dependent_module(node: Node) -> bool:

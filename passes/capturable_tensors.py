@@ -43,9 +43,7 @@ class SeveralDevices(NodeConstraint):
             verdict = self._verdict(node, home)
             if isinstance(verdict, Violation):
                 yield verdict
-            child = subject.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if isinstance(child, GraphModule):
-                yield from self.violations(child)
+            yield from self.violations_inside(subject, node)
 
     def node_verdict(self, node: Node) -> Verdict:
         """Return the verdict on one node, given the device of its graph."""

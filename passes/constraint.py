@@ -7,13 +7,17 @@ branch on it and print it. `judge` runs constraints over one subject and reports
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
+
+from .op_lists import WRAPPERS
 
 S_contra = TypeVar("S_contra", contravariant=True)
 
@@ -160,6 +164,8 @@ class NodeConstraint(Constraint[GraphModule]):
     def violations(self, subject: GraphModule) -> Iterator[Violation]:
         """Yield the violation of each node, in the graph's order, nested GraphModules that are called included.
 
+        What is in a graph that a higher-order op runs is in the line of its own, and at the node of the op.
+
         Raises:
             TypeError: if `node_verdict` gives something else than a verdict, for then the rule says nothing.
         """
@@ -169,10 +175,17 @@ class NodeConstraint(Constraint[GraphModule]):
                 raise _no_verdict(self, f"node_verdict({node.name})", verdict, "Satisfied(self) or self.violation(...)")
             if isinstance(verdict, Violation) and not self.is_consequence(node):
                 yield verdict
-            if node.op == "call_module":
-                child = subject.get_submodule(str(node.target))
-                if isinstance(child, GraphModule):
-                    yield from self.violations(child)
+            yield from self.violations_inside(subject, node)
+
+    def violations_inside(self, subject: GraphModule, node: Node) -> Iterator[Violation]:
+        """Yield the violations in the graphs that a node calls: as a module, or through a higher-order op."""
+        if node.op == "call_module":
+            child = subject.get_submodule(str(node.target))
+            if isinstance(child, GraphModule):
+                yield from self.violations(child)
+        for part in wrapped_graphs(subject, node):
+            for found in self.violations(part):
+                yield replace(found, where=replace(found.where, node=node.name))
 
 
 @dataclass(frozen=True)
@@ -205,6 +218,14 @@ class Report:
         count = len(self.violations)
         head = "1 violation" if count == 1 else f"{count} violations"
         return "\n\n".join([head, *(str(violation) for violation in self.violations)])
+
+
+def wrapped_graphs(subject: GraphModule, node: Node) -> list[GraphModule]:
+    """Return the graphs that a node runs, if it is a higher-order op that only wraps them (`op_lists.WRAPPERS`)."""
+    if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in WRAPPERS:
+        return []
+    given = [operator.attrgetter(str(one.target))(subject) for one in node.all_input_nodes if one.op == "get_attr"]
+    return [one for one in given if isinstance(one, GraphModule)]
 
 
 def judge(subject: S_contra, constraints: Iterable[Constraint[S_contra]]) -> Report:

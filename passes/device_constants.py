@@ -30,6 +30,7 @@ from .constraint import Constraint
 from .effects import Effects, is_pure, is_uninitialised
 from .facts import constant_of, schema_argument, value_of
 from .lower import free_name
+from .masks import fills_with_number
 from .verify import AtenLevel, HasFakeValues
 
 aten = torch.ops.aten
@@ -41,6 +42,7 @@ _INDEXING = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
     | {aten._unsafe_index_put.default}
 )
+_PUTS = {aten.index_put.default: aten.masked_fill.Scalar, aten.index_put_.default: aten.masked_fill_.Scalar}
 _MOVES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout, torch.ops.prims.device_put.default})
 _LITERALS = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default, aten.clone.default})
 _COMPARISONS = {getattr(aten, name).Tensor: getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -61,12 +63,13 @@ class MoveConstantsToDevice(Pass):
 
     What counts as a constant: ``full``, ``zeros``, ``ones``, ``scalar_tensor`` and whole-numbered ``arange`` on the
     CPU, literals (``lift_fresh_copy`` of an attribute, as ``torch.tensor(2.0)`` is traced), the attributes that are
-    listed, and what pure operators make of these on the CPU, which is computed now, by the same kernels. Four uses of
+    listed, and what pure operators make of these on the CPU, which is computed now, by the same kernels. Five uses of
     one are rewritten, the only ones whose bits are sure to stay:
 
     * a 0-dim one as operand of ``add``, ``sub``, ``mul``, ``div`` or a comparison with a device tensor, or as the value
       of ``masked_fill``, ``fill`` or ``copy``, becomes a Python number where the result's dtype stays; see Note
       [Host scalars as numbers];
+    * a 0-dim one that ``index_put`` writes where a boolean mask is true becomes the number of a ``masked_fill``;
     * a 0-dim one in ``where``, which copies it to the device itself, is made there or becomes an attribute there;
     * a constructor that is an index of device memory, or is copied to the device, is made on the device;
     * a literal that is copied to the device becomes an attribute on the device, copied once, now.
@@ -147,6 +150,8 @@ def _move(
     node: Node, user: Node, home: torch.device, literal: torch.Tensor | None, number: Any, effects: Effects
 ) -> bool:
     """Rewrite one use of a constant, if it is one of those that can be; return whether it was."""
+    if number is not None and user.target in _PUTS and user.args[2] is node and fills_with_number(user):
+        return _fill_masked(user, number)
     if number is not None and _takes_number(user, node, number, home):
         _give_number(user, node, number)
         return True
@@ -169,6 +174,29 @@ def _move(
         new = _on_device(node, home, value_of(user).dtype)
     user.replace_all_uses_with(new)
     user.graph.erase_node(user)
+    return True
+
+
+def _fill_masked(user: Node, number: Any) -> bool:
+    """Write a number by a mask as the kernels do in the end; return whether the result keeps its strides."""
+    written: Any = user.args[0]
+    places: Any = user.args[1]
+    target: Any = user.target
+    (mask,) = (one for one in places if one is not None)
+    shape, fill = value_of(mask), _PUTS[target]
+    behind = value_of(written).dim() - (len(places) - 1 + shape.dim())
+    shapes = [shape]
+    with shape.fake_mode:
+        for _ in range(behind):
+            shapes.append(aten.unsqueeze.default(shapes[-1], -1))
+        filled = aten.masked_fill.Scalar(value_of(written), shapes[-1], number)
+    if fill is aten.masked_fill.Scalar and filled.stride() != value_of(user).stride():
+        return False
+    for shape in shapes[1:]:
+        with user.graph.inserting_before(user):
+            mask = user.graph.call_function(aten.unsqueeze.default, (mask, -1))
+        mask.meta = {**user.meta, "val": shape}
+    user.target, user.args, user.kwargs = fill, (written, mask, number), {}
     return True
 
 

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from . import op_lists
-from .facts import constant_of, dtype_of, name_of
+from .facts import argument, constant_of, dtype_of, name_of, tensors_of, value_of
+from .host_copies import indices_of
 
 _MASKS = (torch.bool, torch.uint8)
 _MASK_TYPES = ("BoolTensor", "ByteTensor")
@@ -37,6 +38,47 @@ def is_mask(index: Any) -> bool:
         tensors = index.args[0] if index.args else index.kwargs.get("input", index.kwargs.get("tensors"))
         return is_mask(next(iter(tensors), None) if isinstance(tensors, (tuple, list)) else tensors)
     return False
+
+
+def fills_with_number(node: Node) -> bool:
+    """Return whether a call writes one number where one boolean mask is true, which the kernels do by ``masked_fill``.
+
+    ATen chooses that by the value: it has one element and lies on the CPU (``canDispatchToMaskedFill`` in
+    ``aten/src/ATen/native/TensorAdvancedIndexing.cpp``). In a graph whose tensors all lie there only a constant
+    counts: another value would lie on the device that the graph stands for.
+    """
+    name, places = name_of(node), list(indices_of(node))
+    if name not in ("setitem", "index_put", "index_put_") or argument(node, "accumulate", 3):
+        return False
+    masks = [one for one in places if is_mask(one)]
+    if len(masks) != 1 or dtype_of(masks[0]) is torch.uint8 or any(isinstance(one, list) for one in places):
+        return False
+    if any(isinstance(one, Node) and not is_mask(one) and not _is_number(value_of(one)) for one in places):
+        return False
+    return _is_number_on_host(argument(node, "values", 2), node.args[0])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex))
+
+
+def _is_number_on_host(value: Any, written: Any) -> bool:
+    if not isinstance(value, Node):
+        return _is_number(value)
+    known = value_of(value)
+    if isinstance(known, torch.Tensor) and (known.dim() or known.device.type != "cpu"):
+        return False
+    device = next((tensor.device.type for tensor in tensors_of(written)), None) if isinstance(written, Node) else None
+    return (known is not None and device not in (None, "cpu")) or _is_constant(value)
+
+
+def _is_constant(node: Node) -> bool:
+    """Whether a value is a literal, or made from one. An attribute alone is state, which may lie anywhere."""
+    name = name_of(node)
+    if name not in op_lists.LITERALS:
+        return False
+    lifted = name.startswith("lift_fresh")
+    return all((lifted and one.op == "get_attr") or _is_constant(one) for one in node.all_input_nodes)
 
 
 def _chosen_dtype(node: Node, name: str | None) -> torch.dtype | None:

@@ -116,6 +116,12 @@ CONTROL_FLOW: frozenset[str] = frozenset({"cond", "while_loop", "scan", "associa
 """Higher-order ops that choose or repeat graphs which they are given. AOTAutograd leaves them as they are, or fails at
 them (``while_loop`` asks for symbolic shapes); others it inlines."""
 
+WRAPPERS: frozenset[str] = frozenset(
+    {"tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd_function_apply", "invoke_subgraph"}
+    | {"wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast"}
+)
+"""Higher-order ops that run the graphs which they are given once, in order, in some mode: their ops are judged."""
+
 PRINTERS: frozenset[str] = frozenset({"aten._print.default", "builtins.print", "warnings.warn", "print"})
 """Full names of what writes for a person to read."""
 
@@ -142,6 +148,11 @@ KEEPS_LAYOUT: frozenset[str] = frozenset(
     | {"div", "neg", "relu", "sqrt", "abs", "sin", "tanh", "pow", "contiguous", "requires_grad_"}
 )
 """Plain names of what gives the layout of its one tensor argument, where a graph carries no fake values."""
+
+LITERALS: frozenset[str] = frozenset(
+    {"tensor", "full", "scalar_tensor", "zeros", "ones", "lift_fresh_copy", "lift_fresh", "detach_", "clone"}
+)
+"""Plain names of what makes a constant of numbers, or is a literal's way into a graph."""
 
 MASK_MAKERS: frozenset[str] = frozenset(
     {"gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "not_equal"}

@@ -121,6 +121,8 @@ class Pipeline:
             problem, change = f"raised {type(error).__name__}: {error}", _change(before, gm, name)
             place = _place_of(error)
             hint = f"it comes from {place}; correct the pass, or leave it out" if place else "leave the pass out"
+            if not place and isinstance(error, ValueError):
+                hint = ""  # that a graph is not what the pass works on: the words say why
             raise PassError(name, "run", problem, diff=change, hint=hint) from error
         seconds = time.perf_counter() - start
         result = _graph_module(name, gm, returned)

@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from passes import CAPTURABLE, NodeConstraint, check, op_lists
 from passes.capturable_collectives import Collective, backend_of_group
@@ -1234,3 +1235,117 @@ def test_checking_changes_nothing() -> None:
     before = str(gm.graph), gm.code, [dict(node.meta) for node in gm.graph.nodes]
     check(gm)
     assert (str(gm.graph), gm.code, [dict(node.meta) for node in gm.graph.nodes]) == before
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def counted_inside(x: torch.Tensor) -> torch.Tensor:
+    return x * x.nonzero().shape[0]
+
+
+WRAPPED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
+    "checkpoint": (lambda x: checkpoint(torch.sin, x, use_reentrant=False), ()),
+    "checkpoint of what counts": (lambda x: checkpoint(counted_inside, x, use_reentrant=False), ("nonzero",)),
+    "function": (lambda x: Doubled.apply(x.sin()), ()),
+}
+
+
+# Dynamo makes one to read its methods.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", WRAPPED)
+def test_of_an_op_that_only_wraps_others_these_are_judged(name: str) -> None:
+    function, inside = WRAPPED[name]
+    graphs: list[GraphModule] = []
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(function, backend=lambda gm, _: graphs.append(gm) or gm.forward)(
+            torch.ones(3, requires_grad=True)
+        )
+    (wrapper,) = (node for node in graphs[0].graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator))
+    found = check(graphs[0]).violations
+    assert [one.observed for one in found if one.id != "higher-order-op"] == [f"Tensor.{one}" for one in inside]
+    assert all(one.where.node == wrapper.name for one in found)
+    assert "higher-order-op" not in check(graphs[0]).ids
+    if inside:
+        code = counted_inside.__code__
+        assert (found[0].where.file, found[0].where.line) == (code.co_filename, code.co_firstlineno + 1)
+
+
+class Blocks(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.sin().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x
+        return y.float() * scale
+
+
+def test_blocks_of_an_exported_program_are_judged_by_what_is_in_them() -> None:
+    gm = torch.export.export(Blocks(), (torch.ones(2, 2),)).module()
+    assert any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in gm.graph.nodes)
+    assert check(gm).ok
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_norm_that_averages_all_its_batches_reads_how_many_there_were(
+    momentum: float | None, training: bool
+) -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3, momentum=momentum)).train(training)
+    expected = ("host-sync",) if training and momentum is None else ()
+    assert ids(torch.fx.symbolic_trace(module)) == expected
+
+
+def written(places: Any, value: Any) -> GraphModule:
+    """``y[places] = value``, with "mask", "other", "number", "state" for tensors, and "literal" for a constant one."""
+    graph = Graph()
+    y = graph.placeholder("y")
+    y.meta["val"] = fake(4, 4)
+    named = {
+        "mask": fake(4, dtype=torch.bool),
+        "other": fake(4, dtype=torch.bool),
+        "rows": fake(4, dtype=torch.int64),
+        "number": fake(),
+    }
+    nodes: dict[str, Any] = {}
+    for name, val in named.items():
+        nodes[name] = graph.placeholder(name)
+        nodes[name].meta["val"] = val
+    nodes["state"] = graph.get_attr("state")
+    nodes["literal"] = graph.call_function(torch.tensor, (2.0,))
+    nodes["literal"].meta["val"] = fake()
+    index = tuple(nodes.get(one, one) if isinstance(one, str) else one for one in places)
+    graph.call_function(operator.setitem, (y, index, nodes.get(value, value) if isinstance(value, str) else value))
+    graph.output(y)
+    root = torch.nn.Module()
+    root.register_buffer("state", torch.ones(()))
+    return GraphModule(root, graph)
+
+
+ALL = slice(None)
+
+
+@pytest.mark.parametrize(
+    ("places", "value", "is_fill"),
+    [
+        (("mask",), 0.5, True),
+        ((ALL, "mask"), 1, True),
+        ((slice(1, None), "mask"), True, True),
+        ((0, "mask"), 1.0, True),
+        (("mask",), "literal", True),
+        (("mask",), "number", False),
+        (("mask",), "state", False),
+        (("mask", "rows"), 0.5, False),
+        (("mask", "other"), 0.5, False),
+        (("mask", [0, 1, 2, 3]), 0.5, False),
+    ],
+)
+def test_a_number_written_by_a_mask_is_a_fill(places: Any, value: Any, is_fill: bool) -> None:
+    assert ids(written(places, value)) == (() if is_fill else ("data-dependent-shape",))

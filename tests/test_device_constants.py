@@ -252,3 +252,54 @@ def test_random_numbers_stay_where_they_are_drawn() -> None:
 def test_what_is_large_is_not_computed_while_the_graph_is_rewritten() -> None:
     gm = trace(lambda x: x + aten._to_copy(torch.linspace(0, 1, 5000)[:3], device="cuda:0"))
     assert not Pipeline((MoveConstantsToDevice(),))(gm).modified
+
+
+MASKED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "whole": lambda x, n: aten.index_put(x, [x > 0], n),
+    "in place": lambda x, n: aten.index_put_(x * 2, [x > 0], n),
+    "rows": lambda x, n: aten.index_put(x, [aten.select(x, 1, 0) > 0], n),
+    "columns": lambda x, n: aten.index_put(x, [None, aten.select(x, 0, 0) > 0], n),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_number_that_is_written_by_a_mask_becomes_that_of_a_masked_fill(name: str) -> None:
+    def program(x: torch.Tensor, number: torch.Tensor) -> Any:
+        return MASKED[name](x, lifted(number))
+
+    gm = trace(program, number=torch.tensor(0.5))
+    assert set(check(gm).ids) == {"several-devices"}  # the mask is no reason: the kernels fill
+    result = moved(gm)
+    assert check(result)
+    fills = [node for node in result.graph.nodes if node.target in (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)]
+    assert [node.args[2] for node in fills] == [0.5]
+    for node in result.graph.nodes:
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "device"}
+    result.recompile()
+    x = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 5.0, -0.0]])
+    assert torch.equal(result(x.clone()), program(x.clone(), torch.tensor(0.5)))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, n: aten.index_put(x, [x > 0], n, True),  # accumulated
+        lambda x, n: aten.index_put(x, [x > 0], x.sum()),  # a value of the device
+        lambda x, n: (
+            aten.index_put(x, [x > 0, x > 0], n) if x.dim() == 4 else aten.index_put(x, [x[:, 0] > 0], n[None])
+        ),
+    ],
+)
+def test_other_writes_by_a_mask_look_for_its_true_entries(program: Callable[..., Any]) -> None:
+    gm = trace(lambda x, n: program(x, lifted(n)), n=torch.tensor(0.5))
+    assert "data-dependent-shape" in check(gm).ids
+    assert "data-dependent-shape" in check(moved(gm)).ids
+
+
+def test_a_masked_fill_that_would_have_other_strides_is_left() -> None:
+    def program(x: torch.Tensor, number: torch.Tensor) -> Any:
+        x = x.t()
+        return aten.index_put(x, [x > 0], lifted(number))
+
+    result = moved(trace(program, number=torch.tensor(0.5)))
+    assert result.graph.find_nodes(op="call_function", target=aten.index_put.default)

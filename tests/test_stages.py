@@ -215,6 +215,39 @@ def test_what_comes_after_such_a_number_is_captured_once(device: str) -> None:
     assert sorted(replays) == ["1 replays", "5 replays", "6 replays"]
 
 
+def test_whole_numbers_of_data_are_not_captured_either(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        count = int((x > 0).sum())
+        if count > 300:
+            return x
+        return ((x * count).sin().cos() + 1).reshape(-1)[: count + 1].exp().sum() + x.cos().exp().sum()
+
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="captured in parts"):
+        graphed = fxgraph.make_graphed_callables(function, (torch.randn(3, 40, device=device),))
+    for _ in range(6):
+        x = torch.randn(3, 40, device=device)
+        assert torch.equal(graphed(x), function(x))
+    assert len(fxgraph.stats(graphed).captures) <= 4
+    before = fxgraph.stats(graphed).captures
+    x = torch.randn(3, 40, device=device)
+    assert torch.equal(graphed(x), function(x))
+    assert len(fxgraph.stats(graphed).captures) == len(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+def test_floats_that_change_are_not_captured_by_the_backend(device: str) -> None:
+    def function(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x.sin().cos() * scale).exp().sin()
+
+    graphed = torch.compile(function, backend="graphed")
+    counts = []
+    for step in range(8):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x, step * 0.25), function(x, step * 0.25))
+        counts.append(len(fxgraph.stats().captures))
+    assert counts[2:] == [counts[2]] * 6
+
+
 def test_a_setting_that_does_not_change_is_a_constant_also_behind_a_break(device: str) -> None:
     def function(x: torch.Tensor, scale: float) -> torch.Tensor:
         x = x.sin().cos()

@@ -54,7 +54,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.torch_version import TorchVersion
 
-from .dynamo_data import let_floats_vary, read_as_values
+from .dynamo_data import let_numbers_vary, read_as_values
 from .dynamo_faults import NumpyOnData, refuse_miscompiled
 from .dynamo_guards import look_closer, see_what_hides
 from .fake_impls import as_kernels_do
@@ -152,7 +152,7 @@ def _in_parts() -> bool:
     return getattr(_parts, "on", False)
 
 
-let_floats_vary(_in_parts)
+let_numbers_vary(_in_parts)
 
 
 @contextlib.contextmanager
@@ -160,11 +160,11 @@ def in_parts() -> Iterator[None]:
     """For calls of what is captured in parts.
 
     Dynamo reads strictly, and forwards of torch's own modules that run in frames of their own, too. numpy's functions
-    end a graph, and floats that change from call to call enter it.
+    end a graph, and numbers that change from call to call enter it.
     """
     before, _parts.on = _in_parts(), True
     try:
-        with strict(trace_numpy=False, specialize_float=False):
+        with strict(trace_numpy=False, specialize_float=False, specialize_int=False):
             yield
     finally:
         _parts.on = before

@@ -45,21 +45,24 @@ def read_as_values() -> Iterator[None]:
         yield
 
 
-def let_floats_vary(where: Callable[[], bool]) -> None:
-    """Have Dynamo, where that holds, make inputs of floats that have changed since it last read; sizes stay static.
+def let_numbers_vary(where: Callable[[], bool]) -> None:
+    """Have Dynamo, where that holds, make inputs of numbers that have changed since it last read; sizes stay static.
 
-    Both hang on one setting (``automatic_dynamic_shapes``). Without it each float is a graph of its own.
+    Both hang on one setting (``automatic_dynamic_shapes``). Without it each number is a graph of its own.
     """
-    original = vars(builder)["process_automatic_dynamic"]
 
-    @functools.wraps(original)
-    def process(tx: Any, name: str, entry: Any, **more: Any) -> Any:
-        if not (where() and isinstance(entry.scalar, float)):
-            return original(tx, name, entry, **more)
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
-            return original(tx, name, entry, **more)
+    def varying(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrap(*args: Any, **kwargs: Any) -> Any:
+            if not where():
+                return original(*args, **kwargs)
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
+                return original(*args, **kwargs)
 
-    vars(builder)["process_automatic_dynamic"] = process
+        return wrap
+
+    for name in ("wrap_symint", "wrap_symfloat"):
+        setattr(builder.VariableBuilder, name, varying(getattr(builder.VariableBuilder, name)))
 
 
 def _numbers(variable: TensorVariable, tx: Any) -> VariableTracker | None:
