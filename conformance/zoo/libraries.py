@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,17 @@ import torch
 from torch import nn
 
 from .base import Batch, NotInstalled, Spec, image
+
+
+def versions() -> str:
+    """The libraries that are there, with their versions."""
+    found = []
+    for name in ("torchvision", "timm", "transformers"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found) or "none"
 
 
 def _library(name: str) -> Any:
@@ -40,6 +52,8 @@ def _transformers(model: str, config: str, options: Callable[[Any], dict[str, An
         made = getattr(library, model)(getattr(library, config)(**settings))
     except (AttributeError, ImportError) as error:  # a version without it, or a part that needs another library
         raise NotInstalled(f"transformers {library.__version__}: {error}") from error
+    if getattr(made, "loss_type", "") is None:  # named unlike the others: it would warn, which breaks a graph in two
+        made.loss_type = "ForCausalLM"
     module: nn.Module = made.train()
     return module
 
