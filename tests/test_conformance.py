@@ -454,6 +454,29 @@ def test_another_projects_tests_run_with_our_names(tmp_path):
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "text, status, said",
+    [
+        ("def test_with_amp_cache_enabled_allow_unused_input(): assert False", 0, "fxgraph passes it"),
+        ("from torch import a_name_that_was\ndef test(): pass", 0, "of another version"),
+        ("def test_other(): assert False", 1, "no reason is known"),
+        (
+            "def test_with_amp_cache_enabled_allow_unused_input(): assert False\ndef test(): 1 / 0",
+            1,
+            "no reason is known",
+        ),
+    ],
+)
+def test_a_failure_of_another_projects_test_has_a_reason_or_fails_the_run(tmp_path, text, status, said):
+    folder = tmp_path / "test" / "dynamo"
+    folder.mkdir(parents=True)
+    (folder / "test_cudagraphs.py").write_text(text)
+    (command,) = upstream.commands(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
+
+
 def test_the_database_is_found_among_things_that_are_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cython.parallel", object())
     assert "add" in ops.database.__wrapped__()
