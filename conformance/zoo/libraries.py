@@ -118,6 +118,7 @@ def _clip(library: Any) -> dict[str, Any]:
 
 _LAYERS = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "use_cache": False}
 _DISTILLED = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+_MIXTRAL = {**_DECODER, "num_local_experts": 4}
 _STATES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_cache": False}
 _T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
 _OPT = {**_ENCODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "use_cache": False}
@@ -145,7 +146,8 @@ _TRANSFORMERS: list[tuple[str, str, Any, Callable[[], Batch]]] = [
     ("MistralForCausalLM", "MistralConfig", {**_DECODER, "sliding_window": 4}, _language),
     ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_ENCODER, "use_cache": False}, _language),
     ("Qwen2ForCausalLM", "Qwen2Config", _DECODER, _language),
-    ("MixtralForCausalLM", "MixtralConfig", {**_DECODER, "num_local_experts": 4}, _language),
+    ("MixtralForCausalLM", "MixtralConfig", _MIXTRAL, _language),
+    ("MixtralForCausalLM:eager-experts", "MixtralConfig", {**_MIXTRAL, "experts_implementation": "eager"}, _language),
     ("MambaForCausalLM", "MambaConfig", _STATES, _language),
     ("GemmaForCausalLM", "GemmaConfig", {**_DECODER, "head_dim": 8}, _language),
     ("OPTForCausalLM", "OPTConfig", _OPT, _language),
@@ -185,5 +187,8 @@ _TIMM: list[tuple[str, dict[str, Any], Callable[[], Batch]]] = [
 SPECS = [
     *(Spec(f"torchvision:{n}", functools.partial(_torchvision, n, **options), b) for n, options, b in _TORCHVISION),
     *(Spec(f"timm:{n}", functools.partial(_timm, n, **options), b) for n, options, b in _TIMM),
-    *(Spec(f"transformers:{m}", functools.partial(_transformers, m, c, o), b) for m, c, o, b in _TRANSFORMERS),
+    *(
+        Spec(f"transformers:{m}", functools.partial(_transformers, m.partition(":")[0], c, o), b)
+        for m, c, o, b in _TRANSFORMERS
+    ),
 ]
