@@ -56,7 +56,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     models = commands.add_parser("models", parents=[common], help="whole models, three training steps")
     models.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    models.add_argument("--optimizers", nargs="+", default=["foreach", "fused"], choices=["foreach", "fused"])
+    models.add_argument(
+        "--optimizers",
+        nargs="+",
+        default=None,
+        choices=["foreach", "fused", "capturable"],
+        help="all of them if not given, but for capturable on the CPU, which torch refuses",
+    )
     models.add_argument("--timing", type=int, default=5, help="repetitions for the speed-up; 0: none")
 
     raw = commands.add_parser(
@@ -77,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     table = commands.add_parser("tables", help="tables from results files")
     table.add_argument("--ops", type=Path, default=None)
-    table.add_argument("--models", type=Path, default=None)
+    table.add_argument("--models", type=Path, nargs="+", default=None, help="of one device or of several")
     table.add_argument("--captures", type=Path, default=None, help="the exit status says whether a reason is missing")
 
     upstream = commands.add_parser("upstream", help="another project's own tests, with our names in place of theirs")
@@ -120,7 +126,7 @@ def _run(args: argparse.Namespace, cases: list[Any], runner: workers.Runner, pre
     if bar is not None:
         bar.close()
     if args.table is not None:
-        args.table.write_text({"ops": tables.ops, "models": tables.models}[args.command](path))
+        args.table.write_text(tables.ops(path) if args.command == "ops" else tables.models([path]))
     print(", ".join(f"{counts[o.value]} {o.value}" for o in Outcome if counts[o.value]) or "nothing to run")
     failed = sum(counts[o.value] for o in Outcome if o.is_failure)
     print(f"{sum(counts.values()) - failed} passed, {failed} failed")
@@ -188,10 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit status."""
     args = parse(argv)
     if args.command == "tables":
-        for name, page in (("ops", tables.ops), ("models", tables.models)):
-            path = getattr(args, name)
-            if path is not None:
-                (HERE / f"{name}.md").write_text(page(path))
+        if args.ops is not None:
+            (HERE / "ops.md").write_text(tables.ops(args.ops))
+        if args.models is not None:
+            (HERE / "models.md").write_text(tables.models(args.models))
         if args.captures is None:
             return 0
         from . import captures_table
@@ -213,10 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner = functools.partial(in_worker.run_op, device=args.device, limit=args.samples)
             return _run(args, cases, runner, in_worker.prepare_ops, samples=args.samples)
         from . import models
+        from .zoo import libraries
 
-        chosen = list(models.cases(args.precisions, args.optimizers, args.entries, args.only))
+        optimizers = args.optimizers or [o for o in models.OPTIMIZERS if o != "capturable" or args.device == "cuda"]
+        chosen = list(models.cases(args.precisions, optimizers, args.entries, args.only))
         runner = functools.partial(in_worker.run_model, device=args.device, timing=args.timing)
-        return _run(args, chosen, runner, in_worker.prepare_models)
+        return _run(args, chosen, runner, in_worker.prepare_models, libraries=libraries.versions())
     except (results.OtherRun, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

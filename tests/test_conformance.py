@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ pytest.importorskip("expecttest", reason="torch's own op database needs it")
 pytest.importorskip("tabulate")
 
 from conformance import __main__ as command_line
-from conformance import compare, entries, models, ops, results, trial, upstream, workers
+from conformance import compare, entries, models, ops, results, tables, trial, upstream, workers
 from conformance.outcomes import Outcome, refusal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -310,6 +311,79 @@ def test_a_model_that_is_not_equal_says_where():
     assert any(reason.startswith("outputs of step 1") for reason in row["reasons"])
 
 
+class Asks(torch.nn.Module):
+    """Another order of operations where it is told that it is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(0.1, 3.3, 8))
+
+    def forward(self, x):
+        return x * 0.7 * self.scale if torch.compiler.is_compiling() else x * (0.7 * self.scale)
+
+
+class OutputFeedsOutput(torch.nn.Module):
+    """Two parts, as the first output feeds the second; each part uses the weight twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        first = (x @ self.w).tanh() @ self.w
+        return first, (first @ self.w).tanh() @ self.w
+
+
+def planted(monkeypatch, build):
+    spec = models.Spec("planted", build, lambda: ((torch.randn(4, 8 if build is Asks else 16),), {}))
+    monkeypatch.setitem(models.ZOO, "planted", spec)
+
+
+def test_a_model_that_asks_whether_it_is_compiled_is_compared_with_eager_that_is_told_so(monkeypatch):
+    planted(monkeypatch, Asks)
+    was = torch.compiler.is_compiling
+    row = models.run(models.Case("planted", "fp32", "foreach", "make_graphed_callables"), "cpu", 0)
+    assert (row["outcome"], row["replays"]) == ("equal", 3), row
+    assert any("is_compiling() is true" in note for note in row["notes"])
+    assert torch.compiler.is_compiling is was and not torch.compiler.is_compiling()
+
+
+def test_parts_whose_gradients_come_in_another_order_are_compared_with_what_a_last_bit_makes(monkeypatch):
+    planted(monkeypatch, OutputFeedsOutput)
+    case = models.Case("planted", "fp32", "foreach", "make_graphed_callables")
+    row = models.run(case, "cpu", 0)
+    assert (row["outcome"], row["captures"], row["replays"]) == ("equal", 2, 6), row
+    assert any("another order" in note for note in row["notes"])
+
+    def a_gradient_is_lost(target, args, kwargs):
+        graphed = entries.make_graphed_callables(target, args, kwargs)
+        return lambda x: (lambda first, second: (first.detach(), second))(*graphed(x))
+
+    row = models.run(case, "cpu", 0, entry=a_gradient_is_lost)
+    assert row["outcome"] == "wrong", row
+
+
+def test_the_table_of_models_has_the_rows_of_each_device_and_shard(tmp_path):
+    def rows(name, device, model):
+        file = results.Results(tmp_path / name, {"case": "environment", "device": device, "torch": "x"}, fresh=True)
+        case = models.Case(model, "fp32", "fused", "compile")
+        file.add({"case": case.key, **dataclasses.asdict(case), "outcome": "equal", "captures": 1, "replays": 3})
+        return tmp_path / name
+
+    files = [rows("a", "cpu (x86)", "vit"), rows("b", "cuda (H)", "vit"), rows("c", "cuda (H)", "swin")]
+    lines = tables.models(files).splitlines()
+    assert [line.split()[1:4:2] for line in lines if line.startswith(("| vit ", "| swin "))] == [
+        ["swin", "cuda"],
+        ["vit", "cpu"],
+        ["vit", "cuda"],
+    ]
+    assert any("cpu (x86)" in line and "cuda (H)" in line for line in lines if line.startswith("| device"))
+    other = rows("d", "cpu (x86)", "gpt2")
+    other.write_text(other.read_text().replace('"torch": "x"', '"torch": "y"'))
+    with pytest.raises(results.OtherRun, match="another run on cpu"):
+        tables.models([files[0], other])
+
+
 def nothing() -> None:
     """Workers need no preparation here."""
 
@@ -378,6 +452,29 @@ def test_another_projects_tests_run_with_our_names(tmp_path):
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "text, status, said",
+    [
+        ("def test_with_amp_cache_enabled_allow_unused_input(): assert False", 0, "fxgraph passes it"),
+        ("from torch import a_name_that_was\ndef test(): pass", 0, "of another version"),
+        ("def test_other(): assert False", 1, "no reason is known"),
+        (
+            "def test_with_amp_cache_enabled_allow_unused_input(): assert False\ndef test(): 1 / 0",
+            1,
+            "no reason is known",
+        ),
+    ],
+)
+def test_a_failure_of_another_projects_test_has_a_reason_or_fails_the_run(tmp_path, text, status, said):
+    folder = tmp_path / "test" / "dynamo"
+    folder.mkdir(parents=True)
+    (folder / "test_cudagraphs.py").write_text(text)
+    (command,) = upstream.commands(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
 
 
 def test_the_database_is_found_among_things_that_are_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:

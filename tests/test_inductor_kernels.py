@@ -505,6 +505,39 @@ def test_under_autocast(device: str) -> None:
     assert fxgraph.stats(graphed).replays == 1
 
 
+def _float32_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        y = x @ w
+    return y.tanh() @ w
+
+
+def _attention_with_dropout(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q = (x @ w).unflatten(-1, (2, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q.tanh(), q.sin(), dropout_p=0.2)
+
+
+@pytest.mark.parametrize("function", [_float32_inside, _attention_with_dropout])
+def test_what_autocast_leaves_in_float32_is_saved_as_such(function: Any, device: str) -> None:
+    """Fake values made anew under autocast said bfloat16 of what the forward gives in float32."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 5, 8, device=device), torch.randn(8, 8, device=device)
+    results = []
+    for graph in (False, True):
+        inputs = [t.clone().requires_grad_() for t in (x, w)]
+        with torch.autocast(device, torch.bfloat16):
+            call = function
+            if graph:
+                sample = tuple(t.detach().clone().requires_grad_() for t in inputs)
+                call = fxgraph.make_graphed_callables(function, sample, options=INDUCTOR)
+            torch.manual_seed(1)
+            y = call(*inputs)
+        y.float().square().sum().backward()
+        results.append([y.detach(), *(t.grad for t in inputs)])
+    for expected, found in zip(*results, strict=True):
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * largest)  # some units of the last place
+
+
 class ByHand(nn.Module):
     """Attention as one writes it; inductor has an op for it."""
 

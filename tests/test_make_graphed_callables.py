@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
@@ -711,3 +712,26 @@ def test_check_of_a_graphed_callable_judges_the_original(device: str) -> None:
     assert fxgraph.check(module, (sample(device),)).ok
     module.inner.register_forward_hook(lambda *_: None)
     assert fxgraph.check(module, (sample(device),)).ids == ("module-hooks",)
+
+
+class Named(collections.OrderedDict):
+    """As the outputs of transformers are."""
+
+
+class Several(list):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Named, Several])
+def test_outputs_whose_making_needs_builtins(kind: type, device: str) -> None:
+    """Dynamo's bytecode calls ``type`` and ``list``, which torch 2.11 took for missing names."""
+
+    def function(x: torch.Tensor) -> Any:
+        return Named(a=x + 1) if kind is Named else Several([x + 1])
+
+    x = torch.randn(3, device=device)
+    graphed = fxgraph.make_graphed_callables(function, (x,))
+    found, expected = graphed(x), function(x)
+    assert type(found) is kind and fxgraph.stats(graphed).replays == 1
+    assert torch.equal(*[out["a"] if kind is Named else out[0] for out in (found, expected)])
+    assert not {"type", "list"} & function.__globals__.keys()

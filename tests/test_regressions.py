@@ -218,6 +218,44 @@ def test_weights_that_are_used_several_times_under_autocast(inside: bool, leaf: 
     assert fxgraph.stats(graphed).eager_calls == 0
 
 
+def _attention_with_mask(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Its mask is learnt, so the kernels of the composite op are float32's, between casts."""
+    q = (x @ w).unflatten(-1, (2, -1)).transpose(1, 2)
+    bias = w[: x.shape[1], : x.shape[1]].to(q.dtype)
+    return F.scaled_dot_product_attention(q, q.tanh(), q.sin(), attn_mask=bias)
+
+
+def _attention_with_dropout(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q = (x @ w).unflatten(-1, (2, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q.tanh(), q.sin(), dropout_p=0.2)
+
+
+def _float32_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        y = x @ w
+    return y.tanh() @ w
+
+
+@pytest.mark.parametrize("function", [_attention_with_mask, _attention_with_dropout, _float32_inside])
+def test_the_backward_of_what_autocast_leaves_in_float32(function: Any, device: str) -> None:
+    """AOTAutograd traces a backward with the autocast of the forward, unless it is told: eager's has none."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 5, 8, device=device), torch.randn(8, 8, device=device)
+    results = []
+    for graph in (False, True):
+        inputs = [t.clone().requires_grad_() for t in (x, w)]
+        with torch.autocast(device, dtype=torch.bfloat16):
+            call = function
+            if graph:
+                sample = tuple(t.detach().clone().requires_grad_() for t in inputs)
+                call = fxgraph.make_graphed_callables(function, sample)
+            torch.manual_seed(1)
+            out = call(*inputs)
+        out.float().square().sum().backward()
+        results.append([out.detach(), *(t.grad for t in inputs)])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 def test_a_gradient_that_torch_keeps_without_memory(device: str) -> None:
     x = torch.randn(3, 4, device=device, requires_grad=True)
     graphed = fxgraph.make_graphed_callables(torch.sgn, (x,))

@@ -222,26 +222,42 @@ class Mamba(nn.Module):
         return self.out(y)
 
 
-class RoutedExperts(nn.Module):
-    """A mixture of experts that gathers the tokens of each expert: shapes depend on data."""
+class Routed(nn.Module):
+    """Gathers the tokens of each expert: shapes depend on data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 4)
+        self.router = nn.Linear(WIDTH, 4)
         self.experts = nn.ModuleList(SwiGLU() for _ in range(4))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids).flatten(0, 1)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens.flatten(0, -2)
         weight, choice = self.router(x).softmax(-1).topk(2, -1)
         y = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             token, slot = torch.where(choice == i)
             y.index_add_(0, token, (expert(x[token]) * weight[token, slot, None]).to(y.dtype))
-        return y
+        return y.view(tokens.shape)
 
 
-class DenseExperts(RoutedExperts):
+def routed_experts() -> nn.Module:
+    """A mixture of experts that gathers the tokens of each."""
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Routed())
+
+
+def mixture() -> nn.Module:
+    """A language model with such a mixture in each of its blocks: captured attention, eager experts, by turns."""
+    blocks = [Block(Attention(rotary=True, causal=True), Routed(), nn.RMSNorm) for _ in range(2)]
+    return LanguageModel(blocks, positions=False, tied=False)
+
+
+class DenseExperts(nn.Module):
     """The same mixture with every expert on every token: shapes are static."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(SwiGLU() for _ in range(4))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids).flatten(0, 1)
@@ -318,7 +334,8 @@ SPECS = [
     Spec("whisper", Whisper, lambda: ((torch.randn(2, 16, 32), torch.randint(VOCABULARY, (2, 8))), {})),
     Spec("clip", Clip, lambda: ((torch.randn(4, 3, 32, 32), torch.randint(VOCABULARY, (4, 8))), {})),
     Spec("mamba", Mamba, tokens()),
-    Spec("moe-routed", RoutedExperts, tokens()),
+    Spec("moe-routed", routed_experts, tokens()),
+    Spec("moe-layers", mixture, tokens()),
     Spec("moe-dense", DenseExperts, tokens()),
     Spec("lstm", lambda: Recurrent(nn.LSTM), tokens()),
     Spec("gru", lambda: Recurrent(nn.GRU), tokens()),

@@ -120,7 +120,8 @@ def export_joint(
         written_in_place(),
         contextlib.nullcontext() if for_inductor else both_formulas(graph),
         as_kernels_do(),
-        functorch_config.patch(functionalize_rng_ops=False),
+        # A backward runs after the autocast context; one inside of it is run as eager's (fxgraph/replay.py).
+        functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast="off"),
         torch._guards.tracing(None),
         code_later(),
     ):

@@ -179,6 +179,19 @@ def strict(**more: Any) -> Iterator[None]:
         yield
 
 
+def _runtime_environment(capture: Any, function: types.FunctionType) -> Any:
+    """What the bytecode needs, without the builtins that it names: a function has those without being given them.
+
+    Before torch 2.13 they would count as missing, later they would come to lie among the function's globals.
+    """
+    environment = capture.graph_capture_output.get_runtime_env()
+    builtin: dict[str, Any] = function.__builtins__  # type: ignore[attr-defined]  # the stub has it not
+    for name in (environment.external_refs & builtin.keys()) - function.__globals__.keys():
+        environment.external_refs.discard(name)
+        environment.used_globals.pop(name, None)
+    return environment
+
+
 class Reading:
     """One reading of the user's Python.
 
@@ -229,7 +242,7 @@ class Reading:
         if backend_input is not None:
             self._backend_id: str = backend_input.backend_id
             function.__globals__.pop(self._backend_id, None)  # `bind` gives each function one of its own
-            self._environment = capture.graph_capture_output.get_runtime_env()
+            self._environment = _runtime_environment(capture, function)
 
     def _values(self, names: Iterable[str], local_names: dict[str, Any]) -> list[Any]:
         scope = {"L": local_names, "G": self._global_scope}

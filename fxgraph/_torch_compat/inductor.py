@@ -108,6 +108,7 @@ def simplify(joint: fx.GraphModule) -> fx.GraphModule:
         preserve_rng_state(),  # whether to pad a product is found by timing it, on random numbers
         V.set_fake_mode(_mode_of(values)),
         torch.no_grad(),
+        torch._C._DisableAutocast(),  # its casts are in the graph; fake values made anew must not have more
         _settings(**how),
     ):
         device = values[0].device
@@ -180,7 +181,7 @@ def partition(joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, 
     for node in joint.graph.nodes:
         if draws(node.target) or written.intersection(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    with tracing(), _quiet():
+    with tracing(), _quiet(), torch._C._DisableAutocast():
         forward, backward = min_cut_rematerialization_partition(joint, [], num_fwd_outputs=num_forward)
     return forward, backward
 
