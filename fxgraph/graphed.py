@@ -25,7 +25,7 @@ from ._torch_compat import dynamo
 from ._torch_compat.autograd import why_not_replay
 from ._torch_compat.fx import compile_now
 from .engines.base import compact
-from .errors import ContractError, InputError, SignatureError, TraceError, UncapturableError, add_note
+from .errors import ContractError, InputError, ReplayError, SignatureError, TraceError, UncapturableError, add_note
 from .options import Options
 from .program import ALIVE as PROGRAMS
 from .program import Pools, Program, RunOriginal
@@ -80,6 +80,7 @@ class GraphedCallable:
         self._break = ""  # why it is split
         self._looks: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._looks_to_capture: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._static_inputs: tuple[Any, ...] | None = None
         self._lock = threading.RLock()
         self.eager_reasons: collections.Counter[str] = collections.Counter()
         self.past_replays = 0  # of programs that have been dropped
@@ -126,6 +127,51 @@ class GraphedCallable:
             self._capture_looks()
             return self(*args, **kwargs)
         return self._answer_new(args, kwargs, names)
+
+    @property
+    def static_inputs(self) -> tuple[Any, ...]:
+        """The positional arguments of the last sample, with buffers in place of tensors that are read where they lie.
+
+        A call with these very tensors has nothing to copy, so what produces the values (a data loader, another
+        callable) may as well write them there. They are the user's: zeros at first, and nothing else writes them.
+
+        Raises:
+            ReplayError: ``no-static-inputs``, where nothing is captured that could read them.
+        """
+        with self._lock:
+            if self._static_inputs is None:
+                self._static_inputs = self._new_static_inputs()
+            return self._static_inputs
+
+    def _new_static_inputs(self) -> tuple[Any, ...]:
+        if self._looks_to_capture:
+            self._capture_looks()
+        why = (
+            "no sample was given" if not self._looks else "no capture fits the sample any more, or under this grad mode"
+        )
+        for look in self._looks[-1:]:
+            args, kwargs = pytree.tree_map_only(TensorLook, TensorLook.make, look)
+            buffers = {id(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+            if self._split is not None or self._break:
+                why = f"it is captured in parts: {self._break}"
+            names = self._locals((*self._bound_self, *args), kwargs)
+            for traced in [traced for traced in self._traced if traced.check(names)]:
+                if not isinstance(traced.program, Program):
+                    why = "it is captured in parts, around ops that run eagerly"
+                    continue
+                inputs = traced.trace.flat_inputs(args, kwargs)
+                why = traced.program.read_always(inputs, [i for i, value in enumerate(inputs) if id(value) in buffers])
+                if not why:
+                    result: tuple[Any, ...] = args
+                    return result
+        raise ReplayError(
+            "no-static-inputs",
+            f"{self.name} cannot read its inputs where they lie",
+            where=self._where(),
+            observed=why,
+            expected="one capture of the whole callable, which changes no input in place",
+            hint="call it with tensors of your own, which are copied",
+        )
 
     @property
     def __code__(self) -> types.CodeType:
@@ -210,7 +256,7 @@ class GraphedCallable:
         with self._lock:
             for program in self.programs():
                 program.release()
-            self._traced = []
+            self._traced, self._static_inputs = [], None
             self.pools.trim()
 
     def _read_signature(self) -> None:

@@ -11,6 +11,12 @@ with its inputs elsewhere has them copied again, and the noting begins anew, TRI
 What is read is memory of the call's own arguments. A backward that reads it keeps the argument, as eager's saved tensor
 does, and raises autograd's error where it was changed in place in between. Each such slot has outputs, saved values and
 gradients of its own, so there are as many places as fit into the memory that a slot with a copy takes.
+
+Note [Static inputs]
+
+Buffers that are the user's to fill (``GraphedCallable.static_inputs``) are one more such place, of whatever size, which
+is known from the beginning and never forgotten: the callable keeps them, so nothing else comes to lie there. All of the
+above holds for them too. They are no buffers of a slot's own, which a call with other arguments would overwrite.
 """
 
 from __future__ import annotations
@@ -45,13 +51,14 @@ class Places:
     """Learns where large inputs lie, and says whether a call's are where they are read without a copy.
 
     Args:
-        large: which inputs.
+        large: which inputs are large.
         affordable: gives how many places there may be.
     """
 
     def __init__(self, large: tuple[int, ...], affordable: Callable[[], int]) -> None:
         self.large = large
         self.known: frozenset[tuple[int, ...]] = frozenset()
+        self.static: tuple[int, ...] | None = None  # Note [Static inputs]
         self._affordable = affordable
         self._recent: collections.deque[tuple[int, ...]] = collections.deque(maxlen=CALLS)
         self._tries = 0
@@ -59,11 +66,11 @@ class Places:
     def of(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
         """The addresses of a call's large inputs if they are to be read there, None if they are to be copied."""
         where = tuple([inputs[i].data_ptr() for i in self.large])
-        if where in self.known:
+        if where in self.known or where == self.static:
             return where
         if self.known:
             self.known = frozenset()
-        if self._tries == TRIES:
+        if self._tries >= TRIES:
             return None
         self._recent.append(where)
         if len(self._recent) < CALLS or any(address % ALIGNMENT for address in where):
@@ -75,3 +82,13 @@ class Places:
         self._recent.clear()
         self._tries += 1
         return where
+
+    def read_always(self, inputs: tuple[int, ...], where: tuple[int, ...]) -> None:
+        """From now on calls with these inputs at these addresses have them read there; see Note [Static inputs].
+
+        Other places are learned for the same inputs, if for any.
+        """
+        if not self.large:  # as large as is worth it none of them is
+            self._tries = TRIES
+        self.large, self.static, self.known = inputs, where, frozenset()
+        self._recent.clear()

@@ -213,6 +213,7 @@ class Program:
         self._autocast = AutocastState.now()
         self.autocasts = weight_casts.autocasts(self.graph)
         self._guarded = guarded and not self._wrapped_numbers and trace.takes_static_tensors(self.graph)
+        self._static: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # inputs, and where they are read always
         self._guarded_key = guarded_key_of(self.specs, self.autocasts)
         self._partial: weakref.WeakKeyDictionary[Capture, dict[tuple[bool, ...], partial.PartialBackward]] = (
             weakref.WeakKeyDictionary()
@@ -379,6 +380,31 @@ class Program:
                     raise
                 if self.instead is None:
                     self.say_eager(reason, calls=0)
+
+    def read_always(self, inputs: Sequence[Any], which: Sequence[int]) -> str:
+        """From now on calls with the same tensors at these inputs have them read where they lie, without a copy.
+
+        Returns:
+            Why not, where that cannot be; else nothing.
+        """
+        if not self._guarded:
+            return "sizes or numbers among its inputs are no constants"
+        with self.lock:
+            try:
+                capture = self._capture_for((*inputs, *self._attributes))
+            except RunEagerly as error:
+                return f"it runs eagerly: {error}"
+            except _TakenOver:
+                return "it is captured in parts"
+            for i in which:
+                if i in capture.plan.written:
+                    return f"{capture.plan.inputs[i]} is changed in place"
+                if 0 in inputs[i].stride():
+                    return f"{capture.plan.inputs[i]} is expanded"
+            self._static = tuple(which), tuple(inputs[i].data_ptr() for i in which)
+            for capture in self.captures.values():
+                capture.places.read_always(*self._static)
+        return ""
 
     def release(self) -> None:
         """Give up all captures."""
@@ -574,6 +600,8 @@ class Program:
             self.options.num_warmup_iters,
             self.options.max_in_flight,
         )
+        if self._static is not None and not set(self._static[0]) & set(planned.written):
+            capture.places.read_always(*self._static)
         if self.options.grads == "in_graph" and (positions := accumulate.parameters_in_graph(planned, tensors)):
             capture.accumulator = accumulate.Accumulator(planned, positions, tensors, engine, pool)
             asking.look_at_backwards()

@@ -422,7 +422,8 @@ class Capture:
         full = len(self.slots) >= self.max_in_flight
         kept = []
         for slot in self.slots:
-            if slot.pending or (slot.where != where and slot.where in self.places.known and not full):
+            to_come = slot.where in self.places.known or (slot.where is not None and slot.where == self.places.static)
+            if slot.pending or (slot.where != where and to_come and not full):
                 kept.append(slot)  # for a call that is to come
                 continue
             if slot.where == where:

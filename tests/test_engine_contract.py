@@ -654,6 +654,24 @@ def test_release_is_final_and_idempotent(engine: Engine, pool: Pool, device: str
     same(other.outputs[0], torch.full((3,), 5.0, device=device))
 
 
+@pytest.mark.cuda
+def test_what_the_runs_before_a_capture_have_used_is_not_kept() -> None:
+    engine = engines.get("cuda")
+    x = torch.ones(16 << 20, device="cuda")
+    pool = engine.new_pool(x.device)
+
+    def region(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (aten.sum.default(aten.exp.default(aten.sin.default(x))),)
+
+    torch.cuda.empty_cache()
+    held, reserved = pool.bytes_held(), torch.cuda.memory_reserved()
+    captured = engine.capture(pool, region, [x], 2)
+    own = pool.bytes_held() - held
+    assert own >= 2 * x.nbytes  # its scratch
+    assert torch.cuda.memory_reserved() - reserved <= own + x.nbytes // 2
+    captured.release()
+
+
 def test_memory_goes_back_when_the_region_is_released_and_no_tensor_holds_it(
     engine: Engine, pool: Pool, device: str
 ) -> None:

@@ -1,9 +1,9 @@
 """The CUDA engine. The only file that names CUDA graphs, streams, pools and generators.
 
-Read with ``torch/cuda/graphs.py``. What is different here: no device-wide synchronisation or cache flush per capture,
-the capture's stream and the caller's wait for each other, the device is that of the tensors, and a capture that CUDA
-invalidates does not leave torch's generators believing that they still capture (Note [Generators after a failed
-capture]).
+Read with ``torch/cuda/graphs.py``. What is different here: no device-wide synchronisation per capture, and no cache
+flush where there is little to flush; the capture's stream and the caller's wait for each other, the device is that of
+the tensors, and a capture that CUDA invalidates does not leave torch's generators believing that they still capture
+(Note [Generators after a failed capture]).
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class CudaEngine(Engine):
                     for _ in range(max(warmup, 1)):
                         module(*outside)
                     run = _rehearsed(module, outside) if isinstance(module, CompiledGraph) else _by_node(module)
+                    _return_unused(pool.device)
                     captured = _record(pool, run, inputs)
             finally:
                 caller.wait_stream(side)
@@ -168,6 +169,23 @@ class CudaEngine(Engine):
 
 POISON = False
 """Debug switch (tests set it): fill a slot's buffers with poison when the slot is given back."""
+
+MOST_UNUSED = 32 << 20
+"""Bytes that the caching allocator may keep unused over a capture."""
+
+
+def _return_unused(device: torch.device) -> None:
+    """Before a capture: give back to the device what the caching allocator keeps, if that is much.
+
+    The runs before a capture leave memory on the capture's stream, as much as the region needs, where nobody but the
+    next such runs would find it; and the buffers of slots that have been given up are free only when the last loss that
+    has come out of them is.
+    """
+    if torch.cuda.get_allocator_backend() == "pluggable":  # it counts nothing
+        return
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    if stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"] > MOST_UNUSED:
+        torch.cuda.empty_cache()
 
 
 Routed = Callable[["_OwnMemory", Sequence[torch.Tensor]], "tuple[torch.Tensor, ...]"]
