@@ -320,7 +320,7 @@ def user_line(error: BaseException) -> str:
     if not stack:
         return ""
     frame = next((one for one in reversed(stack) if not is_library_file(one.filename)), stack[-1])
-    if frame.filename.startswith("<"):
+    if frame.filename.startswith("<eval_with_key"):
         return ""  # code that torch.fx has made
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 

@@ -51,11 +51,17 @@ def fills_with_number(node: Node) -> bool:
     if name not in ("setitem", "index_put", "index_put_") or argument(node, "accumulate", 3):
         return False
     masks = [one for one in places if is_mask(one)]
-    if len(masks) != 1 or dtype_of(masks[0]) is torch.uint8 or any(isinstance(one, list) for one in places):
+    if len(masks) != 1 or not _may_fill(masks[0]) or any(isinstance(one, list) for one in places):
         return False
     if any(isinstance(one, Node) and not is_mask(one) and not _is_number(value_of(one)) for one in places):
         return False
     return _is_number_on_host(argument(node, "values", 2), node.args[0])
+
+
+def _may_fill(mask: Any) -> bool:
+    """Not of bytes, which ``masked_fill`` refuses, and not without dimensions: Python reads such a mask on the host."""
+    value = value_of(mask) if isinstance(mask, Node) else mask
+    return not isinstance(value, torch.Tensor) or (value.dtype is torch.bool and value.dim() > 0)
 
 
 def _is_number(value: Any) -> bool:

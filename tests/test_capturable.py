@@ -517,7 +517,7 @@ def test_sizes_that_are_not_known_are_not_guessed_at() -> None:
 
 
 def test_a_mask_that_is_written_through_is_found_as_well() -> None:
-    assert ids(by_hand(operator.setitem, fake(3), fake(3, dtype=torch.bool), 0.0)) == ("data-dependent-shape",)
+    assert ids(by_hand(operator.setitem, fake(3), fake(3, dtype=torch.bool), fake(3))) == ("data-dependent-shape",)
     assert ids(by_hand(operator.setitem, fake(3), fake(3, dtype=torch.uint8), 0.0)) == ("data-dependent-shape",)
     assert ids(by_hand(operator.setitem, fake(3), fake(3, dtype=torch.int64), 0.0)) == ()
 
@@ -727,7 +727,7 @@ def test_a_list_of_booleans_is_a_mask(index: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32])
 @pytest.mark.parametrize("target", [operator.getitem, operator.setitem])
 def test_an_index_without_dimensions_is_read_if_it_is_a_whole_number(target: Any, dtype: torch.dtype) -> None:
-    more = (1.0,) if target is operator.setitem else ()
+    more = (fake(4),) if target is operator.setitem else ()
     for index, dims in ((fake(dtype=dtype), 0), (fake(2, dtype=dtype), 1)):
         (found,) = check(by_hand(target, fake(4, 4), index, *more, result=fake(4))).violations or (None,)
         if dtype in (torch.bool, torch.uint8):

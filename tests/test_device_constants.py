@@ -285,9 +285,6 @@ def test_a_number_that_is_written_by_a_mask_becomes_that_of_a_masked_fill(name: 
     [
         lambda x, n: aten.index_put(x, [x > 0], n, True),  # accumulated
         lambda x, n: aten.index_put(x, [x > 0], x.sum()),  # a value of the device
-        lambda x, n: (
-            aten.index_put(x, [x > 0, x > 0], n) if x.dim() == 4 else aten.index_put(x, [x[:, 0] > 0], n[None])
-        ),
     ],
 )
 def test_other_writes_by_a_mask_look_for_its_true_entries(program: Callable[..., Any]) -> None:
