@@ -72,7 +72,10 @@ class LowerToAten(Pass):
         """Trace ``gm`` anew; it counts as changed if the text of the code or the values on the nodes are others."""
         before = gm.code, [value_of(node) is None for node in gm.graph.nodes]
         with names_what_needs_data(self, gm):
-            replace_graph(gm, Arguments.of(gm, self.inputs))
+            replace_graph(gm, Arguments.of(gm, self.inputs, keeps_grad=True))
+            for node in reversed(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)):
+                if not node.users:  # what autograd would have saved
+                    gm.graph.erase_node(node)
         return before != (gm.code, [value_of(node) is None for node in gm.graph.nodes])
 
 
@@ -102,8 +105,10 @@ class Arguments:
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, gm: GraphModule, inputs: tuple[Any, ...] | None = None) -> Arguments:
+    def of(cls, gm: GraphModule, inputs: tuple[Any, ...] | None = None, keeps_grad: bool = False) -> Arguments:
         """Return fake values from ``inputs``, by default from those that the placeholders carry.
+
+        With ``keeps_grad`` those of tensors that require grad do so too: ``matmul`` chooses its kernels by that.
 
         Raises:
             ValueError: see `LowerToAten`.
@@ -123,11 +128,16 @@ class Arguments:
         named = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         for tensors in (gm.named_parameters(remove_duplicate=False), gm.named_buffers(remove_duplicate=False)):
             named.update(tensors)
+
+        def make(value: Any) -> Any:
+            requires_grad = keeps_grad and isinstance(value, torch.Tensor) and value.requires_grad
+            return fake(value, mode).requires_grad_() if requires_grad else fake(value, mode)
+
         made: dict[int, Any] = {}  # the same fake value for a tensor that has two names
         for value in named.values():
             if id(value) not in made:
-                made[id(value)] = fake(value, mode)
-        return cls(tuple(fake(value, mode) for value in given), {key: made[id(one)] for key, one in named.items()})
+                made[id(value)] = make(value)
+        return cls(tuple(map(make, given)), {key: made[id(one)] for key, one in named.items()})
 
     @property
     def names(self) -> list[str]:

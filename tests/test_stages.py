@@ -315,6 +315,23 @@ def test_bytes_are_a_mask(device: str) -> None:
     assert reason.startswith("[data-dependent-shape]")
 
 
+def test_a_number_that_is_written_by_a_mask_is_captured(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y[y > 0.5] = 0.5
+        y[:, y[0] < -1] = -1
+        y[1:][y[1:] < 0] = torch.tensor(-0.25)
+        return (y * 3).sin()
+
+    graphed = fxgraph.make_graphed_callables(function, (torch.randn(4, 5, device=device, requires_grad=True),))
+    for _ in range(3):
+        x = torch.randn(4, 5, device=device, requires_grad=True)
+        found, expected = graphed(x), function(x)
+        assert torch.equal(found, expected)
+        assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (found, expected)))
+    assert (len(fxgraph.stats(graphed).captures), fxgraph.stats(graphed).eager_calls) == (1, 0)
+
+
 @torch.library.custom_op("fxgraph_tests::wrong_fake", mutates_args=())
 def wrong_fake(x: torch.Tensor) -> torch.Tensor:
     return x * 2

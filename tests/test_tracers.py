@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from strategies_fx import describe
+from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
@@ -329,3 +330,24 @@ def test_the_example_of_a_tensor_is_a_tensor() -> None:
     gm = make_fx(lambda x: x * 2, tracing_mode="fake")(torch.randn(4))
     with pytest.raises(PassError, match="x_1 is a tensor, and its example is 3"):
         apply(gm, [LowerToAten((3,))])
+
+
+class Projected(nn.Module):
+    """A linear layer on what is not contiguous, which ``matmul`` folds only if the weight requires grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.attention = nn.Linear(5, 15), nn.MultiheadAttention(15, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x.transpose(0, 1)).relu()
+        return torch.softmax(self.attention(y, y, y)[0], -1) @ self.linear.weight.sin()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_lowered_products_are_those_of_parameters_that_require_grad(trains: bool) -> None:
+    module = Projected().requires_grad_(trains)
+    x = torch.randn(2, 4, 5)
+    lowered = apply(symbolic_trace(module), [LowerToAten((x,))])
+    assert torch.equal(lowered(x), module(x))
+    assert not [node for node in lowered.graph.nodes if node.target is torch.ops.aten.detach.default and not node.users]
