@@ -195,7 +195,7 @@ def _uncapturable(graph: fx.GraphModule, report: passes.Report, ints_vary: bool)
     placeholders = graph.graph.find_nodes(op="placeholder")
     varying = {placeholders[i] for i in trace.wrapped_numbers(graph)}
     if ints_vary:
-        varying |= {node for node in placeholders if isinstance(value_of(node), torch.SymInt)}
+        varying |= {node for node in placeholders if _has_symbols(value_of(node))}
     found: dict[fx.Node, str] = {}
     for violation in report.violations:
         node = by_name.get(violation.where.node or "")
@@ -213,8 +213,10 @@ def _uncapturable(graph: fx.GraphModule, report: passes.Report, ints_vary: bool)
     return found
 
 
-def _has_symbols(tensor: torch.Tensor) -> bool:
-    return any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride()))
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
+    return isinstance(value, torch.SymInt)
 
 
 def _depends_on_data(node: fx.Node) -> bool:

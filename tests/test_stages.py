@@ -234,6 +234,29 @@ def test_whole_numbers_of_data_are_not_captured_either(device: str) -> None:
     assert len(fxgraph.stats(graphed).captures) == len(before)
 
 
+# Dynamo, reading what comes after the break, looks at `.grad` of what the first part gave.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_sizes_of_data_are_captured_a_few_times_at_most(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        chosen = x[x > 0]
+        if chosen.numel() == 0:
+            return x.sum()
+        return (chosen * 2).sin().sum() + (x * 3).cos().sum()
+
+    with pytest.warns(fxgraph.EagerFallbackWarning, match="captured in parts"):
+        graphed = fxgraph.make_graphed_callables(function, (torch.randn(20, 30, device=device, requires_grad=True),))
+    counts, replays = [], []
+    for _ in range(12):
+        x = torch.randn(20, 30, device=device, requires_grad=True)
+        found, expected = graphed(x), function(x)
+        assert torch.equal(found, expected)
+        assert torch.equal(*(torch.autograd.grad(out, x)[0] for out in (found, expected)))
+        counts.append(len(fxgraph.stats(graphed).captures))
+        replays.append(fxgraph.stats(graphed).replays)
+    assert counts[-1] == counts[5] <= 6  # then what needs no size of data goes on being captured
+    assert replays[-1] - replays[-2] == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
 def test_floats_that_change_are_not_captured_by_the_backend(device: str) -> None:
     def function(x: torch.Tensor, scale: float) -> torch.Tensor:

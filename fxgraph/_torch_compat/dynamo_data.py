@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._dynamo import utils
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
@@ -24,6 +25,9 @@ from passes.fakes import at_first_place
 
 MOST_NUMBERS = 16
 """Elements of a floating-point tensor whose ``tolist`` becomes as many values of a graph, each read by itself."""
+
+MOST_SIZES = 3
+"""So many graphs of a part have their sizes as constants, before those that have changed become inputs."""
 
 
 @contextlib.contextmanager
@@ -46,15 +50,17 @@ def read_as_values() -> Iterator[None]:
 
 
 def let_numbers_vary(where: Callable[[], bool]) -> None:
-    """Have Dynamo, where that holds, make inputs of numbers that have changed since it last read; sizes stay static.
+    """Have Dynamo, where that holds, make inputs of numbers that have changed since it last read.
 
-    Both hang on one setting (``automatic_dynamic_shapes``). Without it each number is a graph of its own.
+    So it does with sizes, once it has read the same code for `MOST_SIZES` others. Without that
+    (``automatic_dynamic_shapes`` is off) each number, and each size, is a graph of its own, until Dynamo gives the code
+    up.
     """
 
-    def varying(original: Callable[..., Any]) -> Callable[..., Any]:
+    def varying(original: Callable[..., Any], may: Callable[..., bool]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrap(*args: Any, **kwargs: Any) -> Any:
-            if not where():
+            if not (where() and may(*args)):
                 return original(*args, **kwargs)
             with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
                 return original(*args, **kwargs)
@@ -62,7 +68,11 @@ def let_numbers_vary(where: Callable[[], bool]) -> None:
         return wrap
 
     for name in ("wrap_symint", "wrap_symfloat"):
-        setattr(builder.VariableBuilder, name, varying(getattr(builder.VariableBuilder, name)))
+        setattr(builder.VariableBuilder, name, varying(getattr(builder.VariableBuilder, name), lambda *_: True))
+    vars(builder)["_automatic_dynamic"] = varying(
+        vars(builder)["_automatic_dynamic"],
+        lambda _, tx, *more: len(eval_frame._debug_get_cache_entry_list(tx.f_code)) >= MOST_SIZES,
+    )
 
 
 def _numbers(variable: TensorVariable, tx: Any) -> VariableTracker | None:
