@@ -68,8 +68,8 @@ def observe(node: Node) -> Observed | None:
                     getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 else:
                     node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function's target is callable
-    except (RuntimeError, TypeError, ValueError):  # what ops raise that need the data which fakes do not have
-        return None
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        return None  # what ops raise that need data, or symbols (an AssertionError), which these fakes do not have
     return watch.observed
 
 

@@ -234,6 +234,18 @@ def test_whole_numbers_of_data_are_not_captured_either(device: str) -> None:
     assert len(fxgraph.stats(graphed).captures) == len(before)
 
 
+@pytest.mark.filterwarnings("ignore:.*:fxgraph.EagerFallbackWarning")
+def test_a_part_that_begins_where_data_says(device: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin().cos()
+        return h + h.narrow(1, int(h.sum(0).argmin()), 1).exp().sum()
+
+    graphed = fxgraph.make_graphed_callables(function, (torch.randn(4, 5, device=device),))
+    for _ in range(3):
+        x = torch.randn(4, 5, device=device)
+        assert torch.equal(graphed(x), function(x))
+
+
 # Dynamo, reading what comes after the break, looks at `.grad` of what the first part gave.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_sizes_of_data_are_captured_a_few_times_at_most(device: str) -> None:
