@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -47,7 +47,8 @@ class LowerToAten(Pass):
 
     Attributes:
         inputs: example values of the placeholders, in order, of which only the metadata matters. Not needed where the
-            placeholders carry fake values, as those of Dynamo, make_fx and torch.export do.
+            placeholders carry fake values, as those of Dynamo, make_fx and torch.export do, and not used where these
+            have symbols as sizes, which stay.
 
     Raises:
         TypeError: if ``inputs`` is no tuple or list.
@@ -114,7 +115,8 @@ class Arguments:
             ValueError: see `LowerToAten`.
         """
         placeholders = gm.graph.find_nodes(op="placeholder")
-        given = [value_of(node) for node in placeholders] if inputs is None else list(inputs)
+        carried = [value_of(node) for node in placeholders]
+        given = carried if inputs is None else list(inputs)
         if len(given) != len(placeholders):
             raise ValueError(f"{len(given)} inputs for {len(placeholders)} placeholders")
         for node, value in zip(placeholders, given, strict=True):
@@ -123,6 +125,8 @@ class Arguments:
         missing = [node.name for node, value in zip(placeholders, given, strict=True) if value is None]
         if missing and inputs is None:
             raise ValueError(f"no fake values on {', '.join(missing)}: give example inputs")
+        if _has_symbols(carried):  # examples would make numbers of them, and the graph wrong for others
+            given = carried
         mode = fake_mode_of(given)
         named = {str(node.target): constant_of(node) for node in gm.graph.find_nodes(op="get_attr")}
         named = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
@@ -215,10 +219,12 @@ def replace_graph(
 
 def _dispatcher_for(values: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """Python's dispatcher where sizes are symbols, as in make_fx: in C++ some in-place ops take numbers alone."""
+    return enable_python_dispatcher() if _has_symbols(values) else contextlib.nullcontext()
+
+
+def _has_symbols(values: Sequence[Any]) -> bool:
     sizes = (size for value in values if isinstance(value, torch.Tensor) for size in (*value.shape, *value.stride()))
-    if any(isinstance(number, torch.SymInt) for number in (*values, *sizes)):
-        return enable_python_dispatcher()
-    return contextlib.nullcontext()
+    return any(isinstance(number, torch.SymInt) for number in (*values, *sizes))
 
 
 def _keep_constant(gm: GraphModule, traced: GraphModule, node: Node, graph: Graph, copied: dict[Node, Node]) -> None:

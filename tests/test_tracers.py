@@ -351,3 +351,14 @@ def test_lowered_products_are_those_of_parameters_that_require_grad(trains: bool
     lowered = apply(symbolic_trace(module), [LowerToAten((x,))])
     assert torch.equal(lowered(x), module(x))
     assert not [node for node in lowered.graph.nodes if node.target is torch.ops.aten.detach.default and not node.users]
+
+
+def test_sizes_that_are_symbols_stay_so_whatever_the_examples() -> None:
+    def function(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (x * x.shape[0]).reshape(-1) * 2 + t.sum()
+
+    examples = (torch.randn(5, 3), torch.randn(3))
+    lowered = apply(make_fx(function, tracing_mode="symbolic")(*examples), [LowerToAten(examples)])
+    for rows in (5, 7, 2):
+        x = torch.randn(rows, 3)
+        assert torch.equal(lowered(x, examples[1]), function(x, examples[1]))

@@ -185,7 +185,7 @@ def _runtime_environment(capture: Any, function: types.FunctionType) -> Any:
     Before torch 2.13 they would count as missing, later they would come to lie among the function's globals.
     """
     environment = capture.graph_capture_output.get_runtime_env()
-    builtin: dict[str, Any] = function.__builtins__  # type: ignore[attr-defined]  # the stub has it not
+    builtin: dict[str, Any] = operator.attrgetter("__builtins__")(function)  # not all stubs have it
     for name in (environment.external_refs & builtin.keys()) - function.__globals__.keys():
         environment.external_refs.discard(name)
         environment.used_globals.pop(name, None)
