@@ -152,7 +152,7 @@ class GraphedCallable:
         for look in self._looks[-1:]:
             args, kwargs = pytree.tree_map_only(TensorLook, TensorLook.make, look)
             buffers = {id(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)}
-            if self._split is not None or self._break:
+            if self._break:
                 why = f"it is captured in parts: {self._break}"
             names = self._locals((*self._bound_self, *args), kwargs)
             for traced in [traced for traced in self._traced if traced.check(names)]:

@@ -267,23 +267,17 @@ def read(
                 expected="ops with a fake (meta) implementation",
                 hint="give it one with torch.library.register_fake",
             ) from error
-        rule = next((rule for rule in passes.CAPTURABLE if rule.id == dynamo.broken_rule(error)), None)
-        if rule is not None:
-            raise TraceError(
-                rule.id,
-                rule.title,
-                where=user_line(error) or _beginning(function),
-                observed=dynamo.reason(error),
-                expected="Python whose course depends on shapes and constants only",
-                hint=rule.hint,
-            ) from error
+        broken = dynamo.broken_rule(error)
+        rule = next((rule for rule in passes.CAPTURABLE if rule.id == broken), None)
         raise TraceError(
-            "untraceable",
-            "the callable's Python does not fit into one graph",
-            where=user_line(error),
+            "untraceable" if rule is None else rule.id,
+            "the callable's Python does not fit into one graph" if rule is None else rule.title,
+            where=user_line(error) or ("" if rule is None else _beginning(function)),
             observed=dynamo.reason(error),
             expected="Python whose course depends on shapes and constants only",
-            hint="move this piece out of the callable, or leave on_uncapturable='split' to capture around it",
+            hint="move this piece out of the callable, or leave on_uncapturable='split' to capture around it"
+            if rule is None
+            else rule.hint,
         ) from error
     if traced.graph is not None:
         traced.watch(traced.flat_inputs(args, kwargs))

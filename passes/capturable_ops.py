@@ -22,6 +22,7 @@ from .constraint import NodeConstraint, Satisfied, Verdict
 from .facts import (
     CALLS,
     argument,
+    called_module,
     computes_tensor,
     constant_of,
     describe_call,
@@ -377,18 +378,14 @@ def _repeats_from_data(node: Node) -> bool:
 
 def _counts_batches(node: Node) -> bool:
     """Whether a call is of a batch norm that takes the plain average of its batches: ``float(num_batches_tracked)``."""
-    owner = node.graph.owning_module
-    module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    module = called_module(node)
     if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         return False
     return module.momentum is None and module.training and module.track_running_stats
 
 
 def _is_data_dependent_module(node: Node) -> bool:
-    owner = node.graph.owning_module
-    if node.op != "call_module" or owner is None:
-        return False
-    return isinstance(owner.get_submodule(str(node.target)), op_lists.DATA_DEPENDENT_MODULES)
+    return isinstance(called_module(node), op_lists.DATA_DEPENDENT_MODULES)
 
 
 def _fresh_symbols(node: Node) -> list[str]:

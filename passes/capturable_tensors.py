@@ -17,7 +17,17 @@ from .capturable_collectives import COLLECTIVE_NAMESPACES
 from .capturable_ops import OpConstraint
 from .constraint import NodeConstraint, Satisfied, Verdict, Violation
 from .contract_arguments import PLAIN_TENSOR_TYPES, layout_of
-from .facts import CALLS, describe_call, input_tensors_of, name_of, overload_of, tensors_of, value_of, where_of
+from .facts import (
+    CALLS,
+    called_module,
+    describe_call,
+    input_tensors_of,
+    name_of,
+    overload_of,
+    tensors_of,
+    value_of,
+    where_of,
+)
 from .host_copies import host_copy
 
 _TRACED_TENSOR_TYPES: frozenset[type] = PLAIN_TENSOR_TYPES | {FakeTensor, FunctionalTensor}
@@ -109,12 +119,10 @@ def _is_odd(node: Node) -> bool:
 
 def _held_by_module(node: Node) -> Iterator[torch.Tensor]:
     """The parameters and buffers of a module that is called as a whole."""
-    owner = node.graph.owning_module
-    if node.op == "call_module" and owner is not None:
-        child = owner.get_submodule(str(node.target))
-        if not isinstance(child, GraphModule):
-            yield from child.parameters()
-            yield from child.buffers()
+    child = called_module(node)
+    if child is not None and not isinstance(child, GraphModule):
+        yield from child.parameters()
+        yield from child.buffers()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -183,7 +183,7 @@ class NodeConstraint(Constraint[GraphModule]):
             child = subject.get_submodule(str(node.target))
             if isinstance(child, GraphModule):
                 yield from self.violations(child)
-        for part in wrapped_graphs(subject, node):
+        for part in graphs_given_to(node, WRAPPERS, subject):
             for found in self.violations(part):
                 yield replace(found, where=replace(found.where, node=node.name))
 
@@ -220,11 +220,11 @@ class Report:
         return "\n\n".join([head, *(str(violation) for violation in self.violations)])
 
 
-def wrapped_graphs(subject: GraphModule, node: Node) -> list[GraphModule]:
-    """Return the graphs that a node runs, if it is a higher-order op that only wraps them (`op_lists.WRAPPERS`)."""
-    if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in WRAPPERS:
+def graphs_given_to(node: Node, ops: Collection[str], owner: torch.nn.Module | None) -> list[GraphModule]:
+    """Return the graphs, attributes of ``owner``, that a node is given if it is one of these higher-order ops."""
+    if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in ops:
         return []
-    given = [operator.attrgetter(str(one.target))(subject) for one in node.all_input_nodes if one.op == "get_attr"]
+    given = [operator.attrgetter(str(one.target))(owner) for one in node.all_input_nodes if one.op == "get_attr"]
     return [one for one in given if isinstance(one, GraphModule)]
 
 

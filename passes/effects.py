@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
+from torch._ops import OperatorBase, OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from .aliasing import Aliases, shared_with_return
-from .facts import constant_of, schema_argument, value_of
+from .constraint import graphs_given_to
+from .facts import schema_argument, value_of
 from .op_lists import CONTROL_FLOW
 
 PURE_NAMESPACES = frozenset({"aten", "prims"})
@@ -51,12 +52,8 @@ def written_inputs(node: Node) -> list[Node]:
 
 def _branches_write_nothing(node: Node) -> bool:
     """Whether ``node`` is control flow that only runs graphs which it is given, and no op of these writes."""
-    op = node.target
-    if not isinstance(op, HigherOrderOperator) or op.name() not in CONTROL_FLOW:
-        return False
-    given = [constant_of(source) for source in node.all_input_nodes if source.op == "get_attr"]
-    graphs = [one.graph for one in given if isinstance(one, GraphModule)]
-    return bool(graphs) and not any(written_inputs(inner) for graph in graphs for inner in graph.nodes)
+    given = graphs_given_to(node, CONTROL_FLOW, node.graph.owning_module)
+    return bool(given) and not any(written_inputs(inner) for one in given for inner in one.graph.nodes)
 
 
 def written_arguments(op: OpOverload, given: Callable[[str], Any]) -> list[str]:

@@ -67,6 +67,12 @@ def constant_of(node: Node) -> Any:
     return value_of(node)
 
 
+def called_module(node: Node) -> torch.nn.Module | None:
+    """Return the module that a node calls; None where it calls something else, or its graph has no module."""
+    owner = node.graph.owning_module
+    return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+
+
 def output_args(gm: GraphModule) -> tuple[Any, ...]:
     """Return the values that a graph returns as a flat tuple or list."""
     returned: Any = gm.graph.output_node().args[0]

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from .constraint import as_graph_module
-from .facts import describe_call, value_of, where_of
+from .facts import called_module, describe_call, value_of, where_of
 from .show import show_value
 
 _BASE = 1_000_003  # of the rolling hash, modulo 2**64; every hit is compared in full
@@ -211,10 +211,8 @@ def _signature(node: Node) -> Hashable:
 
 def _callee(node: Node) -> Hashable:
     """A method by its name, a module by its type and settings: equal layers have modules of their own."""
-    owner = node.graph.owning_module
-    if node.op == "call_module" and owner is not None:
-        return repr(owner.get_submodule(str(node.target)))
-    return str(node.target)
+    module = called_module(node)
+    return str(node.target) if module is None else repr(module)
 
 
 def _describe(node: Node) -> str:

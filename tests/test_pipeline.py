@@ -558,13 +558,13 @@ def two_results() -> GraphModule:
 
 def drops_an_output(gm: GraphModule) -> None:
     output = gm.graph.output_node()
-    output.args = ((output.args[0][0],),)  # type: ignore[index]
+    output.args = ((output.args[0][0],),)
     gm.recompile()
 
 
 def nests_otherwise(gm: GraphModule) -> None:
     output = gm.graph.output_node()
-    first, (second,) = output.args[0]  # type: ignore[misc,union-attr]
+    first, (second,) = output.args[0]
     output.args = ((first, second),)
     gm.recompile()
 
@@ -597,7 +597,7 @@ def test_a_pass_leaves_inputs_and_outputs_unless_it_is_let(one: Any, inputs: str
 def test_a_call_that_a_pass_has_broken_is_found_and_not_logged(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     def untransposed(gm: GraphModule) -> None:
         (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
         gm.recompile()
 

@@ -286,7 +286,7 @@ def test_floats_that_change_are_not_captured_by_the_backend(device: str) -> None
 def test_a_setting_that_does_not_change_is_a_constant_also_behind_a_break(device: str) -> None:
     def function(x: torch.Tensor, scale: float) -> torch.Tensor:
         x = x.sin().cos()
-        print(end="")  # noqa: T201
+        print(end="")  # noqa: T201  # breaks the graph
         return (x * scale).sin() * 2
 
     x = torch.randn(3, device=device)
@@ -402,7 +402,7 @@ def test_a_call_on_which_only_the_fake_of_an_op_fails_is_counted_and_said_where_
         (lambda x: x * [1.0, 2.0][(x.sum() > 0).long()], "host-sync"),
         (lambda x: x * float(x.detach().cpu().numpy().sum()), "host-sync"),
         (lambda x: x * torch.nn.functional.one_hot(x.long()).sum(), "data-dependent-shape"),
-        (lambda x: x * (2 if print(end="") is None else 3), "untraceable"),  # noqa: T201
+        (lambda x: x * (2 if print(end="") is None else 3), "untraceable"),  # noqa: T201  # breaks the graph
     ],
 )
 def test_where_data_decides_on_what_python_does_the_rule_says_how(function: Callable[..., Any], rule: str) -> None:

@@ -43,7 +43,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
-import torch._numpy
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, exc, guards, trace_rules
