@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 import passes
 from passes.capturable_tensors import home_device
 from passes.facts import describe_call, ops_of, output_args, overload_of, value_of, where_of
+from passes.fakes import has_symbols
 from passes.host_constants import beside_their_users, made_on_host
 from passes.modes import take_out_switches
 from passes.pipeline import copy_graph_module
@@ -195,7 +196,7 @@ def _uncapturable(graph: fx.GraphModule, report: passes.Report, ints_vary: bool)
     placeholders = graph.graph.find_nodes(op="placeholder")
     varying = {placeholders[i] for i in trace.wrapped_numbers(graph)}
     if ints_vary:
-        varying |= {node for node in placeholders if _has_symbols(value_of(node))}
+        varying |= {node for node in placeholders if has_symbols(value_of(node))}
     found: dict[fx.Node, str] = {}
     for violation in report.violations:
         node = by_name.get(violation.where.node or "")
@@ -206,17 +207,11 @@ def _uncapturable(graph: fx.GraphModule, report: passes.Report, ints_vary: bool)
     for node in by_name.values():
         if not varying.isdisjoint(node.all_input_nodes):
             found.setdefault(node, "")
-            if not isinstance(value := value_of(node), torch.Tensor) or _has_symbols(value):
+            if not isinstance(value := value_of(node), torch.Tensor) or has_symbols(value):
                 varying.add(node)
         elif node not in found and any(map(_depends_on_data, (node, *node.all_input_nodes))):
             found[node] = ""
     return found
-
-
-def _has_symbols(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
-    return isinstance(value, torch.SymInt)
 
 
 def _depends_on_data(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import passes
 from passes.capturable_ops import reads_host_scalar
 from passes.facts import is_library_file, output_args, tensors_of, value_of
+from passes.fakes import has_symbols
 from passes.host_constants import concerns_only, made_on_host
 from passes.host_copies import host_copy
 from passes.modes import ending_at_errors
@@ -409,11 +410,7 @@ def switches_grad_on(graph: fx.GraphModule) -> bool:
 def takes_static_tensors(graph: fx.GraphModule) -> bool:
     """Whether all inputs of a graph of Dynamo's are tensors of sizes that it has guarded."""
     values = [value_of(node) for node in graph.graph.find_nodes(op="placeholder")]
-    return all(
-        isinstance(value, torch.Tensor)
-        and not any(isinstance(n, torch.SymInt) for n in (*value.size(), *value.stride()))
-        for value in values
-    )
+    return all(isinstance(value, torch.Tensor) and not has_symbols(value) for value in values)
 
 
 def wrapped_numbers(graph: fx.GraphModule) -> tuple[int, ...]:

@@ -18,6 +18,13 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
 
 
+def has_symbols(value: Any) -> bool:
+    """Return whether a value is a symbolic whole number, or a tensor that has some as sizes or strides."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride()))
+    return isinstance(value, torch.SymInt)
+
+
 def fake(value: Any, mode: FakeTensorMode) -> Any:
     """Return a fake tensor of ``mode`` with the metadata of ``value`` that needs no gradient; anything else as it is.
 
@@ -29,7 +36,7 @@ def fake(value: Any, mode: FakeTensorMode) -> Any:
         plain = value.detach()  # of the same storage, without autograd's record
         if not isinstance(plain, FakeTensor):
             return mode.from_tensor(plain, static_shapes=True)
-        if plain.fake_mode is mode or any(isinstance(size, torch.SymInt) for size in (*plain.shape, *plain.stride())):
+        if plain.fake_mode is mode or has_symbols(plain):
             return plain
         with mode:
             count = plain.untyped_storage().nbytes() // plain.itemsize

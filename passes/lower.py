@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from .base import Pass, PassError
 from .capturable_ops import DataDependentShape, HostSync
 from .constraint import Constraint, judge
 from .facts import constant_of, value_of
-from .fakes import failures_unlogged, fake, fake_mode_of
+from .fakes import failures_unlogged, fake, fake_mode_of, has_symbols
 from .verify import AtenLevel
 
 _NEEDS_DATA = (
@@ -125,7 +125,7 @@ class Arguments:
         missing = [node.name for node, value in zip(placeholders, given, strict=True) if value is None]
         if missing and inputs is None:
             raise ValueError(f"no fake values on {', '.join(missing)}: give example inputs")
-        if _has_symbols(carried):  # examples would make numbers of them, and the graph wrong for others
+        if any(map(has_symbols, carried)):  # examples would make numbers of them, and the graph wrong for others
             given = carried
         mode = fake_mode_of(given)
         named = {str(node.target): constant_of(node) for node in gm.graph.find_nodes(op="get_attr")}
@@ -219,12 +219,7 @@ def replace_graph(
 
 def _dispatcher_for(values: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """Python's dispatcher where sizes are symbols, as in make_fx: in C++ some in-place ops take numbers alone."""
-    return enable_python_dispatcher() if _has_symbols(values) else contextlib.nullcontext()
-
-
-def _has_symbols(values: Sequence[Any]) -> bool:
-    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in (*value.shape, *value.stride()))
-    return any(isinstance(number, torch.SymInt) for number in (*values, *sizes))
+    return enable_python_dispatcher() if any(map(has_symbols, values)) else contextlib.nullcontext()
 
 
 def _keep_constant(gm: GraphModule, traced: GraphModule, node: Node, graph: Graph, copied: dict[Node, Node]) -> None:
